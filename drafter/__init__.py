@@ -1,0 +1,1 @@
+"""The drafter: draft model, context rings and candidate selector behind DraftService."""

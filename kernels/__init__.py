@@ -1,0 +1,1 @@
+"""Mathematical operators: tensors in, tensors out. Knows no service, frontier or proto."""

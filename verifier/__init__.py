@@ -1,0 +1,1 @@
+"""The verifier: target model, its state, and every token that is published."""
