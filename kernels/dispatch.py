@@ -1,0 +1,68 @@
+"""Chooses, once an op and device, between an op's plain torch form and its Triton kernel.
+
+`OUTRIDER_KERNELS` is read when an op is first used on a device:
+
+* `auto` (the default): the kernel on CUDA where the op has one, else the reference;
+* `reference`: the reference everywhere;
+* `triton`: the kernel everywhere; an op without one, or a tensor that is not on CUDA, raises.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+VARIABLE = "OUTRIDER_KERNELS"
+CHOICES = ("auto", "triton", "reference")
+
+_chosen: dict[tuple[str, str], ModuleType] = {}
+
+
+def select(op_name: str, tensor: torch.Tensor) -> ModuleType:
+    """Returns the module that runs an op for tensors on the device of `tensor`.
+
+    Args:
+        op_name: folder of the op inside `kernels`, e.g. "rms_norm".
+        tensor: any input of the op; only its device counts.
+
+    Returns:
+        `kernels.<op_name>.reference` or `kernels.<op_name>.kernel`.
+
+    Raises:
+        ValueError: `OUTRIDER_KERNELS` is not one of its values, or asks for a kernel that the op
+            does not have or that cannot run on this device.
+    """
+    # the device type alone decides, and a dictionary hit costs less than reading the environment
+    key = (op_name, tensor.device.type)
+    module = _chosen.get(key)
+    if module is None:
+        module = _chosen[key] = import_module(_module_name(*key))
+    return module
+
+
+def forget() -> None:
+    """Drops every choice made so far, so that the environment is read again."""
+    _chosen.clear()
+
+
+def _module_name(op_name: str, device_type: str) -> str:
+    choice = os.environ.get(VARIABLE, "") or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE}: expected one of {', '.join(CHOICES)}, got {choice!r}")
+    kernel = f"kernels.{op_name}.kernel"
+    if choice == "triton":
+        if device_type != "cuda":
+            raise ValueError(f"{VARIABLE}=triton: expected a cuda tensor, got {device_type}")
+        if find_spec(kernel) is None:
+            raise ValueError(f"{VARIABLE}=triton: expected a kernel for {op_name}, got none")
+        return kernel
+    if choice == "auto" and device_type == "cuda" and find_spec(kernel) is not None:
+        return kernel
+    return f"kernels.{op_name}.reference"
