@@ -1,0 +1,570 @@
+"""What every Outrider process needs: limits, addresses, health, reflection, logs, signals, flags.
+
+Importing this takes grpc alone; what the extra `serve` brings is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import grpc
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+# bytes; both ends of both services, either way
+MESSAGE_LIMIT = 16 * 1024 * 1024
+
+_LIMITS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+)
+# core ignores a misspelt argument without a word, so a test looks each of these names up in it
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_LIMITS,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # a quiet generation must survive a client that pings often: no strikes, no GOAWAY
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # two servers on one port would each take half of the calls
+    ("grpc.so_reuseport", 0),
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_LIMITS,
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # core would wait up to two minutes before it dials a restarted peer again
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+    # a proxy from the environment is for the web, not for a peer given by address
+    ("grpc.enable_http_proxy", 0),
+)
+
+DRAFTER_LISTEN = "127.0.0.1:50052"
+VERIFIER_LISTEN = "127.0.0.1:50051"
+DRAFT_SERVICE = "outrider.v1.DraftService"
+GENERATION_SERVICE = "outrider.v1.GenerationService"
+
+# set by a supervising `outrider` for its children: they report on stdout, by line, for it to show
+SUPERVISOR_PID = "OUTRIDER_SUPERVISOR_PID"
+
+
+# --- addresses
+
+
+class AddressError(ValueError):
+    """An address that cannot be listened on."""
+
+
+def bind(server: grpc.Server | grpc.aio.Server, address: str) -> str:
+    """Listens on an address and returns the real one: port 0 becomes the port that was taken.
+
+    Takes "host:port", "[v6]:port" and "unix:path". For sync and asyncio servers, before start.
+
+    Raises:
+        AddressError: When the address is taken or is none.
+    """
+    if not address.startswith("unix:") and ":" not in address:
+        raise AddressError(f"listen: expected HOST:PORT or unix:PATH, got {address!r}")
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        port = 0
+        cause = str(error).splitlines()[0]
+    else:
+        cause = "not bound"
+    if port == 0:
+        raise AddressError(f"listen: expected a free address, got {address!r} ({cause})")
+    if not address.startswith("unix:"):
+        address = f"{address.rpartition(':')[0]}:{port}"
+    _tell_supervisor(f"listening {address}")
+    return address
+
+
+def dialable(address: str) -> str:
+    """The address that a process on this host dials to reach a server listening on `address`."""
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "*", "[::]", ""):
+        return f"{'[::1]' if host == '[::]' else '127.0.0.1'}:{port}"
+    return address
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def announce_ready(address: str) -> None:
+    """Prints the one line that says a process serves: `ready ADDRESS`, on stdout."""
+    print(f"ready {address}", flush=True)
+
+
+# --- health and reflection
+
+
+class Health:
+    """grpc.health.v1 on a synchronous server.
+
+    The empty name is liveness: SERVING while the process answers. Each service's full name is
+    readiness: NOT_SERVING until `set_ready(True)`, and again from `close` on.
+    """
+
+    def __init__(self, server: grpc.Server, *services: str) -> None:
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+        class ClosingServicer(health.HealthServicer):  # type: ignore[misc]
+            """Ends its watches at a drain; the base leaves them open, and stop waits for them."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.sends: set[Callable[[Any], None]] = set()
+                self.lock = threading.Lock()
+                self.closed = False
+
+            def Watch(
+                self,
+                request: Any,
+                context: grpc.ServicerContext,
+                send_response_callback: Callable[[Any], None],
+            ) -> None:
+                super().Watch(request, context, send_response_callback)
+                with self.lock:
+                    self.sends.add(send_response_callback)
+                    closed = self.closed
+                if closed:
+                    send_response_callback(None)
+                context.add_callback(lambda: self.sends.discard(send_response_callback))
+
+            def end_watches(self) -> None:
+                with self.lock:
+                    self.closed = True
+                    sends = list(self.sends)
+                for send in sends:
+                    send(None)
+
+        self._services = services
+        self._statuses = health_pb2.HealthCheckResponse
+        self._servicer = ClosingServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        self.set_ready(False)
+
+    def set_ready(self, ready: bool) -> None:
+        """Says whether calls to the services are answered; watches hear of it."""
+        status = self._statuses.SERVING if ready else self._statuses.NOT_SERVING
+        for service in self._services:
+            self._servicer.set(service, status)
+
+    def close(self) -> None:
+        """Turns readiness off and ends every watch, so that the server can drain."""
+        self.set_ready(False)
+        self._servicer.end_watches()
+
+
+class AsyncHealth:
+    """`Health` for an asyncio server; create it and call it on the server's loop."""
+
+    def __init__(self, server: grpc.aio.Server, *services: str) -> None:
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        response = health_pb2.HealthCheckResponse
+        statuses = {"": response.SERVING} | dict.fromkeys(services, response.NOT_SERVING)
+        changed = asyncio.Event()
+
+        class Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+            closed = False
+
+            async def Check(self, request: Any, context: Any) -> Any:
+                if request.service not in statuses:
+                    await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+                return response(status=statuses[request.service])
+
+            async def Watch(self, request: Any, context: Any) -> None:
+                told = None
+                while True:
+                    event = outer._changed
+                    status = statuses.get(request.service, response.SERVICE_UNKNOWN)
+                    if status != told:
+                        await context.write(response(status=status))
+                        told = status
+                    if self.closed:
+                        return
+                    await event.wait()
+
+        outer = self
+        self._changed = changed
+        self._services = services
+        self._statuses = statuses
+        self._response = response
+        self._servicer = Servicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    def set_ready(self, ready: bool) -> None:
+        """Says whether calls to the services are answered; watches hear of it."""
+        status = self._response.SERVING if ready else self._response.NOT_SERVING
+        for service in self._services:
+            self._statuses[service] = status
+        self._wake()
+
+    def close(self) -> None:
+        """Turns readiness off and ends every watch, so that the server can drain."""
+        self._servicer.closed = True
+        self.set_ready(False)
+
+    def _wake(self) -> None:
+        # a fresh event each time: a watch takes the one in force before it looks at the status
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def add_reflection(server: grpc.Server | grpc.aio.Server, *services: str) -> None:
+    """Server reflection for the services, health and itself; sync and asyncio servers."""
+    from grpc_health.v1 import health
+    from grpc_reflection.v1alpha import reflection
+
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+# --- logs and progress
+
+
+def configure_logs(level: str = "info") -> None:
+    """structlog to stderr: coloured lines on a terminal, one JSON object a line otherwise."""
+    import logging
+
+    import structlog
+
+    on_terminal = sys.stderr.isatty()
+    last: list[Any] = (
+        [structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)]
+        if on_terminal
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *last,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+class LoadingProgress:
+    """Progress while weights load, as a context manager; `update` may be called often.
+
+    A bar on a terminal, a plain line at most every two seconds otherwise, both on stderr. A
+    supervised child reports to its supervisor instead, which shows one bar a process.
+    """
+
+    def __init__(self, label: str, stream: TextIO | None = None) -> None:
+        self._label = label
+        self._stream = sys.stderr if stream is None else stream
+        self._bar: Any = None
+        self._told = float("-inf")
+
+    def __enter__(self) -> LoadingProgress:
+        if not supervised() and self._stream.isatty():
+            self._bar = ProgressBars(self._stream)
+        return self
+
+    def update(self, done: int, total: int) -> None:
+        """Says that `done` of `total` bytes are loaded."""
+        if self._bar is not None:
+            self._bar.update(self._label, done, total)
+            return
+        now = time.monotonic()
+        interval = 0.1 if supervised() else 2.0
+        if done < total and now - self._told < interval:
+            return
+        self._told = now
+        if supervised():
+            _tell_supervisor(f"progress {done} {total} {self._label}")
+        else:
+            print(progress_line(self._label, done, total), file=self._stream, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class ProgressBars:
+    """rich bars on a terminal, one a label, removed when closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        self._tasks: dict[str, Any] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            console=Console(file=stream),
+            transient=True,
+        )
+        self._progress.start()
+
+    def update(self, label: str, done: int, total: int) -> None:
+        """Moves one bar; the first call of a label adds it."""
+        if label not in self._tasks:
+            self._tasks[label] = self._progress.add_task(f"loading {label}", total=total)
+        self._progress.update(self._tasks[label], completed=done, total=total)
+
+    def close(self) -> None:
+        """Removes the bars."""
+        self._progress.stop()
+
+
+def progress_line(label: str, done: int, total: int) -> str:
+    """One plain line of progress, in MiB."""
+    mebibyte = 1024 * 1024
+    return f"loading {label}: {done / mebibyte:.0f} of {total / mebibyte:.0f} MiB"
+
+
+def supervised() -> bool:
+    """Whether this process is a child of a supervising `outrider`."""
+    return os.environ.get(SUPERVISOR_PID) == str(os.getppid())
+
+
+def _tell_supervisor(line: str) -> None:
+    if supervised():
+        print(line, flush=True)
+
+
+# --- the end of a process
+
+
+class Termination:
+    """SIGTERM, SIGINT and SIGHUP as an event: the first asks for a drain, a second one kills.
+
+    Create it in the main thread, before the server starts. A supervised child also gets SIGTERM
+    when its supervisor dies, however that happens (Linux).
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._event = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
+        for number in self.SIGNALS:
+            signal.signal(number, self._received)
+        follow_supervisor()
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        for each in self.SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        self._event.set()
+        for listener in self._listeners:
+            listener()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until a signal, or `timeout` seconds; says whether one came."""
+        return self._event.wait(timeout)
+
+    async def wait_async(self) -> None:
+        """Returns when a signal came; for an asyncio server's loop in the main thread."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        self._listeners.append(wake)
+        if not self.requested:
+            await woken.wait()
+
+
+def follow_supervisor() -> None:
+    """Has the kernel end a supervised child when its supervisor is gone (Linux; else nothing)."""
+    if not supervised() or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
+    if not supervised():  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --- flags
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that both services take, and must be given alike."""
+    group = parser.add_argument_group("the pair")
+    group.add_argument(
+        "--target", metavar="DIR", help="folder of the target (default: the bundled one)"
+    )
+    group.add_argument(
+        "--draft", metavar="DIR", help="folder of the draft (default: the bundled DFlash2 one)"
+    )
+    group.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: cuda if any)")
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=None,
+        help="numeric profile (default: float32 on cpu, bfloat16 on cuda)",
+    )
+    group.add_argument(
+        "--draft-tokens",
+        type=int,
+        metavar="K",
+        default=None,
+        help="proposals a round, 1 to 15 (default: the draft's block_size - 1)",
+    )
+    group.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="B",
+        default=4,
+        help="sequences at once, 1 to 8 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        default=None,
+        help="most positions of a sequence (default: what the checkpoint and memory allow)",
+    )
+    group.add_argument(
+        "--proposal-head",
+        metavar="full|FILE",
+        default="full",
+        help="rows of the head that propose: all, or those of a shortlist file (default: full)",
+    )
+    group.add_argument(
+        "--checkpoint-slots",
+        type=int,
+        metavar="N",
+        default=0,
+        help="prefix checkpoints kept (default: %(default)s)",
+    )
+    group.add_argument(
+        "--causal-local-layers",
+        action="store_true",
+        help="mask the draft's local layers causally within the block",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severe log event shown (default: %(default)s)",
+    )
+
+
+def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the drafter alone, beside --listen."""
+    group = parser.add_argument_group("the drafter")
+    group.add_argument(
+        "--checkpoint-grace",
+        type=float,
+        metavar="SECONDS",
+        default=60.0,
+        help="how long checkpoints outlive their verifier's stream (default: %(default)s)",
+    )
+
+
+def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the verifier alone, beside --listen and --drafter."""
+    group = parser.add_argument_group("the verifier")
+    group.add_argument(
+        "--draft-timeout-ms",
+        type=int,
+        metavar="MS",
+        default=250,
+        help="longest wait for a round's proposals (default: %(default)s)",
+    )
+    group.add_argument(
+        "--feature-backlog-mib",
+        type=int,
+        metavar="MIB",
+        default=None,
+        help="host memory for features not yet sent (default: B x S rows)",
+    )
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        metavar="N",
+        default=64,
+        help="requests that may wait (default: %(default)s)",
+    )
+    group.add_argument(
+        "--queue-timeout-ms",
+        type=int,
+        metavar="MS",
+        default=30_000,
+        help="longest wait for admission (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        default=None,
+        help="prompt tokens a prefill step (default: chosen by device)",
+    )
+    group.add_argument("--model-name", default=None, help="name reported to clients")
+    group.add_argument(
+        "--model-defaults",
+        action="store_true",
+        help="absent sampling fields take the checkpoint's generation_config",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=30.0,
+        help="how long running requests may finish after SIGTERM (default: %(default)s)",
+    )
+
+
+def arguments_given(
+    add_arguments: Sequence[Callable[[argparse.ArgumentParser], None]],
+    namespace: argparse.Namespace,
+) -> list[str]:
+    """The flags of those groups that differ from their defaults, as a command line."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for add in add_arguments:
+        add(parser)
+    line: list[str] = []
+    for action in parser._actions:
+        value = getattr(namespace, action.dest, action.default)
+        if value == action.default:
+            continue
+        line.append(
+            action.option_strings[0] if value is True else f"{action.option_strings[0]}={value}"
+        )
+    return line
