@@ -1,0 +1,591 @@
+"""The verifier's end of DraftRounds: one stream to one drafter, paced, and allowed to fail.
+
+Two threads. The link's own thread dials, says Hello and reads replies into an inbox; everything
+else runs on the engine thread, which never blocks on the stream: it waits for a RoundReply only
+when it asked for a proposal, and never longer than the round's deadline. Losing the drafter is a
+state, not an error: contexts close, their unsent features are dropped, and after a reconnection
+they open again where the features that still come begin.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+import torch
+
+from outrider import faults, serving, tensors
+from outrider.faults import FaultError
+from outrider.v1 import draft_service_pb2 as wire
+from outrider.v1 import draft_service_pb2_grpc
+
+log = structlog.get_logger("outrider.drafter_link")
+
+FEATURE_ROWS_PER_MESSAGE = 64
+UNANSWERED_FEATURES = 8
+FEATURE_ALLOWANCE_NS = 50_000_000  # added to a round's deadline for each Features message before it
+FIRST_BACKOFF_S, LAST_BACKOFF_S, REFUSED_BACKOFF_S = 0.1, 5.0, 30.0
+# after one of these the drafter has no usable context under this epoch
+REOPENING = frozenset({"SEQUENCE_NOT_FOUND", "FEATURES_GAP", "FRONTIER_MISMATCH"})
+CAPACITY_RETRY_NS = 1_000_000_000
+
+
+@dataclass(eq=False)
+class Context:
+    """The draft half of one sequence as the verifier sees it.
+
+    The drafter's context covers [coverage_first, sent_frontier) once it has applied all that was
+    sent; ``unsent`` holds the feature rows from there on, oldest first.
+    """
+
+    sequence_id: int
+    epoch: int = 0
+    is_open: bool = False
+    coverage_first: int = 0
+    sent_frontier: int = 0
+    unsent: deque[torch.Tensor] = field(default_factory=deque)
+    unsent_rows: int = 0
+    retry_at_ns: int = 0  # not opened again before this time
+
+    def take(self, row_count: int) -> torch.Tensor | None:
+        """Removes the oldest ``row_count`` unsent rows, [row_count, taps * H]; None for 0."""
+        taken: list[torch.Tensor] = []
+        wanted = row_count
+        while wanted:
+            rows = self.unsent.popleft()
+            if len(rows) > wanted:
+                self.unsent.appendleft(rows[wanted:])
+                rows = rows[:wanted]
+            taken.append(rows)
+            wanted -= len(rows)
+        self.unsent_rows -= row_count
+        self.sent_frontier += row_count
+        if not taken:
+            return None
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def close(self) -> None:
+        """Forgets what was unsent; nothing more is sent until it is opened again."""
+        self.is_open = False
+        self.unsent.clear()
+        self.unsent_rows = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One row of a round: its context and, where a proposal is wanted, what for."""
+
+    context: Context
+    live: int  # P wanted; 0 sends pending features alone
+    frontier: int
+    anchor: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A proposal with the law it was drawn from.
+
+    ``candidate_ids`` int64 and ``probabilities`` float32 are [P, k]; both None for a point mass.
+    """
+
+    token_ids: tuple[int, ...]
+    candidate_ids: torch.Tensor | None
+    probabilities: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one Round brought: proposals by sequence id, and where the time went."""
+
+    proposals: dict[int, Drafted]
+    draft_ns: int = 0
+    wire_ns: int = 0
+
+
+NOTHING = Exchange({})
+
+
+class _Stream:
+    """One DraftRounds call: an outgoing queue and the call that drains it."""
+
+    def __init__(self, stub: draft_service_pb2_grpc.DraftServiceStub) -> None:
+        self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
+        self.call = stub.DraftRounds(self._requests())
+
+    def _requests(self) -> Iterator[wire.DraftRoundsRequest]:
+        while (message := self._outgoing.get()) is not None:
+            yield message
+
+    def send(self, **event: object) -> None:
+        self._outgoing.put(wire.DraftRoundsRequest(**event))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self.call.cancel()
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """An inbox entry: a message of a stream, its Welcome, or its end."""
+
+    stream: _Stream
+    message: wire.DraftRoundsResponse | None = None
+    ended: str = ""
+
+
+class DrafterLink:
+    """Owns the stream to the drafter and the pacing rules of the protocol.
+
+    Args:
+        address: gRPC target of the drafter.
+        hello: First message of every stream.
+        window: S, or 0 when the draft has no local layer.
+        timeout_ns: Longest wait for a RoundReply.
+        backlog_rows: Unsent feature rows that one sequence may hold.
+        on_event: Called from the link's thread when something arrived; must not block.
+        credentials: Channel credentials; None is plain text.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: wire.Hello,
+        *,
+        window: int,
+        all_local: bool,
+        timeout_ns: int,
+        backlog_rows: int,
+        on_event: Callable[[], None],
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.address = address
+        self.counters: Counter[str] = Counter()
+        self.state = "connecting"  # or "connected", "refused"
+        self.detail = "not connected yet"
+        self._hello = hello
+        self._width = hello.draft_tokens + 1
+        self._window = window
+        self._all_local = all_local
+        self._timeout_ns = timeout_ns
+        self._backlog_rows = backlog_rows
+        self._on_event = on_event
+        self._credentials = credentials
+        self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._dial_and_read, name="drafter-link", daemon=True
+        )
+        self._stream: _Stream | None = None
+        self._dialling: _Stream | None = None
+        self._contexts: dict[int, Context] = {}
+        self._next_sequence_id = 1
+        self._round_index = 0
+        self._unanswered_round: tuple[int, int] | None = None  # index, deadline
+        self._unanswered_features = 0
+        self._features_since_round = 0
+        self._drafter_max_context = 0
+
+    # ---- life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts dialling; rounds are plain until the drafter answers."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the stream, which releases every sequence on it."""
+        self._stopping.set()
+        for stream in (self._stream, self._dialling):
+            if stream is not None:
+                stream.close()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    @property
+    def connected(self) -> bool:
+        """Whether proposals flow."""
+        return self._stream is not None
+
+    def drafts_at(self, frontier: int) -> bool:
+        """Whether the drafter's context can hold a whole block at ``frontier``."""
+        return self.connected and frontier + self._width <= self._drafter_max_context
+
+    # ---- contexts -----------------------------------------------------------------------------
+
+    def context(self) -> Context:
+        """A new draft half, not open yet, under a sequence id of its own."""
+        context = Context(self._next_sequence_id)
+        self._next_sequence_id += 1
+        self._contexts[context.sequence_id] = context
+        return context
+
+    def ensure_open(self, context: Context, frontier: int, prompt_end: int) -> None:
+        """Opens ``context`` if it is not, where the features that still come begin.
+
+        A draft of local layers alone needs nothing before prompt_end - S, so a long prompt sends S
+        rows; with a full layer every row that will exist is wanted.
+        """
+        if context.is_open or not self.connected or time.monotonic_ns() < context.retry_at_ns:
+            return
+        first = max(frontier, prompt_end - self._window) if self._all_local else frontier
+        self._open(context, first)
+
+    def _open(self, context: Context, first: int) -> None:
+        assert self._stream is not None
+        context.epoch += 1
+        context.is_open = True
+        context.coverage_first = context.sent_frontier = first
+        self.counters["opens"] += 1
+        self._stream.send(
+            open=wire.Open(
+                sequence_id=context.sequence_id, epoch=context.epoch, coverage_first=first
+            )
+        )
+
+    def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
+        """Takes committed feature rows [n, taps * H] at [first_position, first_position + n).
+
+        A sequence whose unsent rows would exceed its share opens again S rows back: memory stays
+        bounded whatever the drafter's speed, and the shorter coverage is told honestly.
+        """
+        if not context.is_open:
+            return
+        skipped = max(0, context.sent_frontier + context.unsent_rows - first_position)
+        rows = rows[skipped:]
+        if not len(rows):
+            return
+        context.unsent.append(rows)
+        context.unsent_rows += len(rows)
+        if context.unsent_rows > self._backlog_rows:
+            kept = min(context.unsent_rows, self._window or self._backlog_rows)
+            context.take(context.unsent_rows - kept)
+            self.counters["backlog_reopens"] += 1
+            self._open(context, context.sent_frontier)
+
+    def release(self, context: Context) -> None:
+        """Frees the drafter's half. Idempotent."""
+        if self._contexts.pop(context.sequence_id, None) is None:
+            return
+        if context.is_open and self._stream is not None:
+            self._stream.send(
+                release=wire.Release(sequence_id=context.sequence_id, epoch=context.epoch)
+            )
+        context.close()
+
+    def has_backlog(self, context: Context) -> bool:
+        """Whether the context has more unsent rows than a Round carries."""
+        return context.is_open and context.unsent_rows > self._width
+
+    # ---- pacing -------------------------------------------------------------------------------
+
+    def pump(self, drafting: bool) -> None:
+        """Sends backlog within the limits, and a barrier Round when they are spent.
+
+        Args:
+            drafting: Whether some row will draft this round; then one message at most.
+        """
+        self.poll()
+        budget = 1 if drafting else UNANSWERED_FEATURES
+        for context in self._contexts.values():
+            while self.has_backlog(context) and self._stream is not None:
+                if self._unanswered_features >= UNANSWERED_FEATURES:
+                    if self._unanswered_round is None and not drafting:
+                        self._send_round([])
+                    return
+                if budget == 0:
+                    return
+                self._send_features(context)
+                budget -= 1
+
+    def _send_features(self, context: Context) -> None:
+        assert self._stream is not None
+        first = context.sent_frontier
+        rows = context.take(min(FEATURE_ROWS_PER_MESSAGE, context.unsent_rows))
+        assert rows is not None
+        self._unanswered_features += 1
+        self._features_since_round += 1
+        self.counters["feature_rows"] += len(rows)
+        self._stream.send(
+            features=wire.Features(
+                sequence_id=context.sequence_id,
+                epoch=context.epoch,
+                first_position=first,
+                rows=tensors.encode(rows),
+            )
+        )
+
+    def exchange(self, asks: Sequence[Ask]) -> Exchange:
+        """Sends one Round with every row that has caught up; waits if a proposal was asked for.
+
+        Rows whose context is closed or behind get no proposal. Never raises: a lost, slow or
+        confused drafter yields fewer proposals.
+        """
+        started = time.monotonic_ns()
+        self.poll()
+        wants = any(ask.live for ask in asks if self._can_ask(ask))
+        if self._unanswered_round is not None:
+            if not wants:
+                return NOTHING
+            self._wait_for_reply()
+        rows = [self._row(ask) for ask in asks if self._is_current(ask.context)]
+        rows = [row for row in rows if row.HasField("features") or row.HasField("proposal")]
+        if self._stream is None or not rows:
+            return NOTHING
+        wants = any(row.HasField("proposal") for row in rows)
+        self._send_round(rows)
+        if not wants:
+            return NOTHING
+        reply = self._wait_for_reply()
+        if reply is None:
+            self.counters["rounds_without_reply"] += 1
+            return NOTHING
+        by_id = {ask.context.sequence_id: ask for ask in asks}
+        proposals = {}
+        for row in reply.rows:
+            ask = by_id.get(row.sequence_id)
+            drafted = self._proposal_of(ask, row) if ask is not None else None
+            if drafted is not None:
+                proposals[row.sequence_id] = drafted
+        waited = time.monotonic_ns() - started
+        draft_ns = min(waited, reply.service_ns)
+        return Exchange(proposals, draft_ns, waited - draft_ns)
+
+    def _is_current(self, context: Context) -> bool:
+        return context.is_open and not self.has_backlog(context)
+
+    def _can_ask(self, ask: Ask) -> bool:
+        return self._is_current(ask.context) and self.drafts_at(ask.frontier)
+
+    def _row(self, ask: Ask) -> wire.RoundRow:
+        context = ask.context
+        first = context.sent_frontier
+        rows = context.take(context.unsent_rows)
+        row = wire.RoundRow(
+            sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
+        )
+        if rows is not None:
+            row.features.CopyFrom(tensors.encode(rows))
+            self.counters["feature_rows"] += len(rows)
+        if ask.live and self.drafts_at(ask.frontier) and context.sent_frontier == ask.frontier:
+            row.proposal.frontier = ask.frontier
+            row.proposal.anchor = ask.anchor
+            row.proposal.live = ask.live
+            row.proposal.temperature = ask.temperature
+            row.proposal.seed = ask.seed
+        return row
+
+    def _send_round(self, rows: Sequence[wire.RoundRow]) -> None:
+        assert self._stream is not None
+        self._round_index += 1
+        allowance = self._features_since_round * FEATURE_ALLOWANCE_NS
+        deadline = time.monotonic_ns() + self._timeout_ns + allowance
+        self._unanswered_round = (self._round_index, deadline)
+        self.counters["rounds"] += 1
+        self._stream.send(round=wire.Round(round_index=self._round_index, rows=rows))
+
+    # ---- what arrives -------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Applies everything that has arrived and checks the unanswered round's deadline."""
+        while True:
+            try:
+                arrived = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            self._apply(arrived)
+        if self._unanswered_round is not None and time.monotonic_ns() > self._unanswered_round[1]:
+            self._expire()
+
+    def _wait_for_reply(self) -> wire.RoundReply | None:
+        """The reply to the unanswered round; None when the drafter is lost before it comes."""
+        while self._unanswered_round is not None:
+            index, deadline = self._unanswered_round
+            try:
+                timeout = max(0.0, (deadline - time.monotonic_ns()) / 1e9)
+                reply = self._apply(self._inbox.get(timeout=timeout))
+            except queue.Empty:
+                self._expire()
+                return None
+            if reply is not None and reply.round_index == index:
+                return reply
+        return None
+
+    def _expire(self) -> None:
+        assert self._stream is not None
+        self.counters["round_timeouts"] += 1
+        self._lose(self._stream, "no answer to a round within its deadline")
+
+    def _apply(self, arrived: _Arrived) -> wire.RoundReply | None:
+        """Applies one inbox entry; returns a RoundReply that answers the unanswered round."""
+        message = arrived.message
+        if message is not None and message.WhichOneof("event") == "welcome":
+            self._connect(arrived.stream, message.welcome)
+            return None
+        if arrived.stream is not self._stream:
+            self.counters["stale_messages"] += message is not None
+            return None
+        if message is None:
+            self._lose(arrived.stream, arrived.ended)
+            return None
+        event = message.WhichOneof("event")
+        if event == "sequence_fault":
+            fault = message.sequence_fault
+            self._fault(fault.sequence_id, fault.epoch, fault.fault)
+            return None
+        if event != "round_reply":
+            self.counters["unexpected_messages"] += 1
+            return None
+        reply = message.round_reply
+        if self._unanswered_round is None or reply.round_index != self._unanswered_round[0]:
+            self.counters["stale_messages"] += 1
+            return None
+        self._unanswered_round = None
+        # the stream is ordered: every Features message before the Round has been applied
+        self._unanswered_features = self._features_since_round = 0
+        for row in reply.rows:
+            if row.WhichOneof("outcome") == "fault":
+                self._fault(row.sequence_id, row.epoch, row.fault)
+        return reply
+
+    def _proposal_of(self, ask: Ask, row: wire.RoundReplyRow) -> Drafted | None:
+        if row.WhichOneof("outcome") != "proposal":
+            return None
+        if row.epoch != ask.context.epoch or row.proposal.frontier != ask.frontier:
+            self.counters["stale_rows"] += 1
+            return None
+        try:
+            return decode_proposal(row.proposal, ask.live, self._hello.geometry.public_vocab)
+        except FaultError as fault:
+            self.counters[f"fault_{fault.reason.lower()}"] += 1
+            log.warning("proposal_dropped", sequence_id=row.sequence_id, reason=fault.message)
+            return None
+
+    def _fault(self, sequence_id: int, epoch: int, status: object) -> None:
+        fault = faults.from_status(status)  # type: ignore[arg-type]
+        self.counters[f"fault_{fault.reason.lower()}"] += 1
+        context = self._contexts.get(sequence_id)
+        if context is None or not context.is_open or epoch != context.epoch:
+            self.counters["stale_rows"] += 1
+            return
+        log.warning("draft_fault", sequence_id=sequence_id, reason=fault.reason)
+        if fault.reason in REOPENING:
+            context.close()
+        elif fault.reason == "RING_CAPACITY":
+            context.close()
+            context.retry_at_ns = time.monotonic_ns() + CAPACITY_RETRY_NS
+
+    # ---- connection ---------------------------------------------------------------------------
+
+    def _connect(self, stream: _Stream, welcome: wire.Welcome) -> None:
+        if self._stopping.is_set():
+            return
+        self._stream = stream
+        self._drafter_max_context = welcome.max_context
+        self._unanswered_round = None
+        self._unanswered_features = self._features_since_round = 0
+        self.state, self.detail = "connected", ""
+        self.counters["connections"] += 1
+        log.info("drafter_connected", address=self.address, version=welcome.version)
+
+    def _lose(self, stream: _Stream, detail: str) -> None:
+        stream.close()
+        self._stream = None
+        self._unanswered_round = None
+        self.state, self.detail = "connecting", detail
+        self.counters["losses"] += 1
+        for context in self._contexts.values():
+            context.close()
+        log.warning("drafter_lost", address=self.address, detail=detail)
+
+    def _dial_and_read(self) -> None:
+        """The link's thread: dial, Hello, read to the end, back off, again."""
+        backoff = FIRST_BACKOFF_S
+        while not self._stopping.is_set():
+            channel = self._channel()
+            welcomed, detail, refused = False, "the stream ended", False
+            stream = _Stream(draft_service_pb2_grpc.DraftServiceStub(channel))
+            self._dialling = stream
+            try:
+                stream.send(hello=self._hello)
+                for message in stream.call:
+                    welcomed = True
+                    self._deliver(_Arrived(stream, message))
+            except grpc.RpcError as error:
+                fault = faults.from_rpc_error(error)
+                detail = f"{fault.reason}: {fault.message}"
+                refused = fault.reason == "MODEL_MISMATCH"
+            finally:
+                stream.close()
+                channel.close()
+            if self._stopping.is_set():
+                return
+            if welcomed:
+                backoff = FIRST_BACKOFF_S
+                self._deliver(_Arrived(stream, ended=detail))
+            else:
+                self.state = "refused" if refused else "connecting"
+                self.detail = detail
+                log.warning("drafter_unreachable", address=self.address, detail=detail)
+            pause = REFUSED_BACKOFF_S if refused else backoff
+            self._stopping.wait(pause * random.uniform(0.8, 1.2))
+            backoff = min(LAST_BACKOFF_S, backoff * 2)
+
+    def _channel(self) -> grpc.Channel:
+        if self._credentials is None:
+            return grpc.insecure_channel(self.address, options=serving.CHANNEL_OPTIONS)
+        return grpc.secure_channel(self.address, self._credentials, options=serving.CHANNEL_OPTIONS)
+
+    def _deliver(self, arrived: _Arrived) -> None:
+        self._inbox.put(arrived)
+        self._on_event()
+
+
+def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Drafted:
+    """Checks a proposal against what was asked and turns its law into tensors.
+
+    Raises:
+        FaultError: PROPOSAL_INVALID when the count is not P, an id lies outside the public
+            vocabulary, or q does not contain the drafted token or does not sum to 1 within 1e-5.
+    """
+    token_ids = tuple(proposal.token_ids)
+    if len(token_ids) != live or not all(0 <= token < public_vocab for token in token_ids):
+        raise FaultError(
+            "PROPOSAL_INVALID",
+            f"proposal: expected {live} ids in [0, {public_vocab}), got {list(token_ids)}",
+            expected=live,
+            actual=len(token_ids),
+        )
+    law = proposal.WhichOneof("distribution")
+    if law == "point_mass":
+        return Drafted(token_ids, None, None)
+    if law != "conditional":
+        raise FaultError("PROPOSAL_INVALID", "proposal: expected a distribution, got none")
+    conditional = proposal.conditional
+    ids = tensors.decode(
+        conditional.candidate_ids, (live, None), torch.int32, name="candidate_ids"
+    ).long()
+    q = tensors.decode(
+        conditional.probabilities, tuple(ids.shape), torch.float32, name="probabilities"
+    )
+    drawn = ids == torch.tensor(token_ids).unsqueeze(1)
+    q_drawn = torch.where(drawn, q, 0.0).sum(1)
+    sums = q.double().sum(1)
+    in_range = bool(((ids >= 0) & (ids < public_vocab)).all())
+    if not in_range or not bool((q >= 0).all()) or not bool((q_drawn > 0).all()):
+        raise FaultError(
+            "PROPOSAL_INVALID",
+            "proposal: expected q over public ids with the drafted token in its support",
+        )
+    if not bool(((sums - 1).abs() <= 1e-5).all()):
+        raise FaultError(
+            "PROPOSAL_INVALID", f"proposal: expected q to sum to 1, got {sums.tolist()}"
+        )
+    return Drafted(token_ids, ids, q)

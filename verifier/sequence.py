@@ -1,0 +1,98 @@
+"""One resident sample: what it has published, where its target stands, what it holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from outrider.faults import FaultError
+from verifier.drafter_link import Context
+from verifier.preview import OutputSession
+from verifier.request import Finish, FinishReason, Request, Sink, Usage
+from verifier.state import Residency
+
+
+class Ticket:
+    """A submitted sample from arrival to end; the only part other threads touch."""
+
+    def __init__(self, request: Request, sink: Sink) -> None:
+        self.request = request
+        self.sink = sink
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Asks for an early end; takes effect at the next place cancellation is looked at."""
+        self._aborted.set()
+
+    def cancellation(self) -> FinishReason | FaultError | None:
+        """Why the sample must end now, if it must."""
+        if self._aborted.is_set() or self.sink.gone:
+            return FinishReason.ABORTED
+        deadline = self.request.deadline_ns
+        if deadline is not None and time.monotonic_ns() >= deadline:
+            return FaultError("DEADLINE_EXPIRED", "request: its deadline passed")
+        return None
+
+    def end(self, outcome: FinishReason | FaultError, usage: Usage) -> None:
+        """Tells the client how an unfinished sample ended, unless it left."""
+        if self.sink.gone:
+            return
+        if isinstance(outcome, FaultError):
+            self.sink.fail(outcome)
+        else:
+            usage.total_ns = time.monotonic_ns() - self.request.arrival_ns
+            self.sink.finish(Finish(outcome, None, usage))
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one resident sample; mutated by the engine thread alone.
+
+    The target has processed [0, frontier); while decoding, ``tokens`` has frontier + 1 entries and
+    the last one is the anchor: chosen, published, not processed.
+    """
+
+    ticket: Ticket
+    residency: Residency
+    session: OutputSession
+    context: Context | None  # draft half; None when the request wants no proposals
+    usage: Usage
+    tokens: list[int]
+    frontier: int = 0
+    finished: bool = False
+
+    def end(self, outcome: FinishReason | FaultError) -> None:
+        """Ends it before its time: an abort still publishes what was held back."""
+        self.finished = True
+        sink = self.ticket.sink
+        if not isinstance(outcome, FaultError) and not sink.gone:
+            held = self.session.flush()
+            if held is not None:
+                sink.delta(held)
+        self.ticket.end(outcome, self.usage)
+
+    @property
+    def request(self) -> Request:
+        """What was asked for."""
+        return self.ticket.request
+
+    @property
+    def prompt_end(self) -> int:
+        """n: positions of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the whole prompt has been processed and the first token chosen."""
+        return len(self.tokens) > self.prompt_end
+
+    @property
+    def anchor(self) -> int:
+        """a = x_F."""
+        return self.tokens[self.frontier]
+
+    @property
+    def output_count(self) -> int:
+        """Tokens published."""
+        return len(self.tokens) - self.prompt_end
