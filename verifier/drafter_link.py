@@ -426,24 +426,23 @@ class DrafterLink:
     def _apply(self, arrived: _Arrived) -> wire.RoundReply | None:
         """Applies one inbox entry; returns a RoundReply that answers the unanswered round."""
         message = arrived.message
-        if message is not None and message.WhichOneof("event") == "welcome":
+        event = message.WhichOneof("event") if message is not None else None
+        if message is not None and event == "welcome":
             self._connect(arrived.stream, message.welcome)
-            return None
-        if arrived.stream is not self._stream:
+        elif arrived.stream is not self._stream:
             self.counters["stale_messages"] += message is not None
-            return None
-        if message is None:
+        elif message is None:
             self._lose(arrived.stream, arrived.ended)
-            return None
-        event = message.WhichOneof("event")
-        if event == "sequence_fault":
+        elif event == "round_reply":
+            return self._answer(message.round_reply)
+        elif event == "sequence_fault":
             fault = message.sequence_fault
             self._fault(fault.sequence_id, fault.epoch, fault.fault)
-            return None
-        if event != "round_reply":
+        else:
             self.counters["unexpected_messages"] += 1
-            return None
-        reply = message.round_reply
+        return None
+
+    def _answer(self, reply: wire.RoundReply) -> wire.RoundReply | None:
         if self._unanswered_round is None or reply.round_index != self._unanswered_round[0]:
             self.counters["stale_messages"] += 1
             return None

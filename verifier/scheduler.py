@@ -47,14 +47,24 @@ class Engine:
         state: The target's memory, for admission.
         text: Tokenizer, for the output sessions.
         max_queue: Samples that may wait.
+        queue_timeout_ns: Longest wait for admission.
     """
 
-    def __init__(self, rounds: Rounds, state: TargetState, text: Text, *, max_queue: int) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        state: TargetState,
+        text: Text,
+        *,
+        max_queue: int,
+        queue_timeout_ns: int,
+    ) -> None:
         self._rounds = rounds
         self._link: DrafterLink = rounds.link
         self._state = state
         self._text = text
         self._max_queue = max_queue
+        self._queue_timeout_ns = queue_timeout_ns
         self._lock = threading.Lock()
         self._waiting: deque[Ticket] = deque()
         self._live: dict[tuple[str, int], Ticket] = {}
@@ -256,17 +266,31 @@ class Engine:
 
     def _drop_cancelled(self) -> None:
         """Ends waiting and prefilling samples that were cancelled; rounds look for themselves."""
-        for ticket in [t for t in self._waiting if t.cancellation() is not None]:
-            with self._lock:
-                self._waiting.remove(ticket)
-            outcome = ticket.cancellation() or FinishReason.ABORTED
-            ticket.end(outcome, Usage(seed=ticket.request.sampling.seed))
-            self._forget(ticket)
+        for ticket in list(self._waiting):
+            outcome = ticket.cancellation() or self._waited_too_long(ticket)
+            if outcome is not None:
+                with self._lock:
+                    self._waiting.remove(ticket)
+                ticket.end(outcome, Usage(seed=ticket.request.sampling.seed))
+                self._forget(ticket)
         for sequence in list(self._resident):
             ending = sequence.ticket.cancellation()
             if ending is not None:
                 sequence.end(ending)
                 self._release(sequence)
+
+    def _waited_too_long(self, ticket: Ticket) -> FaultError | None:
+        waited_ns = time.monotonic_ns() - ticket.request.arrival_ns
+        if waited_ns <= self._queue_timeout_ns:
+            return None
+        limit_ms, waited_ms = self._queue_timeout_ns // 1_000_000, waited_ns // 1_000_000
+        return FaultError(
+            "QUEUE_TIMEOUT",
+            f"queue: expected admission within {limit_ms} ms, waited {waited_ms} ms",
+            limit_ms=limit_ms,
+            waited_ms=waited_ms,
+            retry_after_ms=limit_ms,
+        )
 
     def _release(self, sequence: Sequence) -> None:
         """Frees lane, slot, pages and the drafter's half."""

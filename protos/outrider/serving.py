@@ -505,8 +505,8 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-timeout-ms",
         type=int,
         metavar="MS",
-        default=250,
-        help="longest wait for a round's proposals (default: %(default)s)",
+        default=None,
+        help="longest wait for a round's proposals (default: 250 on cuda, 5000 on cpu)",
     )
     group.add_argument(
         "--feature-backlog-mib",

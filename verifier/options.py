@@ -1,0 +1,122 @@
+"""What a verifier is started with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from outrider import serving
+from outrider.checkpoint import bundled
+
+# how long a round waits for the drafter: a GPU draft takes a few milliseconds, a draft on a busy
+# CPU takes as long as its neighbours let it
+DRAFT_TIMEOUT_MS = {"cuda": 250, "cpu": 5000}
+PREFILL_CHUNK = {"cuda": 1024, "cpu": 256}
+# positions planned for unless --max-context says otherwise
+DEFAULT_CONTEXT = {"cuda": 32768, "cpu": 8192}
+MOST_CONCURRENCY = 8
+
+
+class OptionError(ValueError):
+    """An option that cannot be served, with what was expected and what was given."""
+
+
+@dataclass(frozen=True)
+class VerifierOptions:
+    """Resolved options; defaults that depend on the device are filled in by `resolve`."""
+
+    target: Path
+    draft: Path
+    drafter: str  # gRPC address
+    listen: str = serving.VERIFIER_LISTEN
+    device: torch.device = torch.device("cpu")
+    dtype: str = "float32"  # numeric profile
+    draft_tokens: int | None = None  # K; None takes the draft's block_size - 1
+    max_concurrency: int = 4  # B
+    max_context: int | None = None
+    prefill_chunk: int = PREFILL_CHUNK["cpu"]
+    max_queue: int = 64
+    queue_timeout_ms: int = 30_000
+    draft_timeout_ms: int = DRAFT_TIMEOUT_MS["cpu"]
+    feature_backlog_mib: int | None = None
+    checkpoint_slots: int = 0
+    causal_local_layers: bool = False
+    model_name: str | None = None
+    model_defaults: bool = False
+    drain_timeout_s: float = 30.0
+
+    @classmethod
+    def resolve(cls, arguments: argparse.Namespace) -> Self:
+        """Options from parsed flags.
+
+        Raises:
+            OptionError: an extent outside its range, or a device that is not there.
+        """
+        device = choose_device(arguments.device)
+        chunk = arguments.prefill_chunk or PREFILL_CHUNK[device.type]
+        for name, value, first, last in (
+            ("--max-concurrency", arguments.max_concurrency, 1, MOST_CONCURRENCY),
+            ("--prefill-chunk", chunk, 1, 1 << 16),
+            ("--max-queue", arguments.max_queue, 0, 1 << 20),
+        ):
+            if not first <= value <= last:
+                raise OptionError(f"{name}: expected {first} to {last}, got {value}")
+        return cls(
+            target=Path(arguments.target) if arguments.target else bundled("target"),
+            draft=Path(arguments.draft) if arguments.draft else bundled("dflash2"),
+            drafter=arguments.drafter,
+            listen=arguments.listen,
+            device=device,
+            dtype=arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
+            draft_tokens=arguments.draft_tokens,
+            max_concurrency=arguments.max_concurrency,
+            max_context=arguments.max_context,
+            prefill_chunk=chunk,
+            max_queue=arguments.max_queue,
+            queue_timeout_ms=arguments.queue_timeout_ms,
+            draft_timeout_ms=arguments.draft_timeout_ms or DRAFT_TIMEOUT_MS[device.type],
+            feature_backlog_mib=arguments.feature_backlog_mib,
+            checkpoint_slots=arguments.checkpoint_slots,
+            causal_local_layers=arguments.causal_local_layers,
+            model_name=arguments.model_name,
+            model_defaults=arguments.model_defaults,
+            drain_timeout_s=arguments.drain_timeout,
+        )
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for; CUDA if there is one and none was.
+
+    Raises:
+        OptionError: the device is unknown or not there.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in DRAFT_TIMEOUT_MS:
+        raise OptionError(f"--device: expected cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"--device: expected one that is there, got {name!r}")
+    return device
+
+
+def parse(arguments: Sequence[str] | None) -> VerifierOptions:
+    """Options from a command line; exits with usage on a wrong flag."""
+    parser = argparse.ArgumentParser(
+        prog="python -m verifier", description="Serves a target model; drafts come from a drafter."
+    )
+    parser.add_argument("--listen", default=serving.VERIFIER_LISTEN, help="HOST:PORT or unix:PATH")
+    parser.add_argument("--drafter", default=serving.DRAFTER_LISTEN, help="the drafter's address")
+    serving.add_pair_arguments(parser)
+    serving.add_verifier_arguments(parser)
+    namespace = parser.parse_args(arguments)
+    serving.configure_logs(namespace.log_level)
+    return VerifierOptions.resolve(namespace)
