@@ -1,0 +1,1 @@
+"""Bundled checkpoints and the scripts that made them."""

@@ -1,0 +1,1 @@
+"""Models, phases and exports behind `python -m models.train`."""
