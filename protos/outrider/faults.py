@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import grpc
 from google.protobuf import any_pb2
@@ -133,7 +133,7 @@ class FaultError(Exception):
     @classmethod
     def received(
         cls, reason: str, message: str, code: grpc.StatusCode, metadata: Mapping[str, str]
-    ) -> FaultError:
+    ) -> Self:
         """A peer's fault as it came, whether or not this version knows the reason."""
         fault = cls("INTERNAL", message)
         fault.args = (reason, message)
@@ -143,7 +143,7 @@ class FaultError(Exception):
         return fault
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (FaultError.received, (self.reason, self.message, self.code, self.metadata))
+        return (type(self).received, (self.reason, self.message, self.code, self.metadata))
 
     @property
     def action(self) -> str:

@@ -10,13 +10,12 @@ import asyncio
 import ctypes
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import grpc
 
@@ -81,6 +80,7 @@ def bind(server: grpc.Server | grpc.aio.Server, address: str) -> str:
     Raises:
         AddressError: When the address is taken or is none.
     """
+    follow_supervisor()
     if not address.startswith("unix:") and ":" not in address:
         raise AddressError(f"listen: expected HOST:PORT or unix:PATH, got {address!r}")
     try:
@@ -104,13 +104,6 @@ def dialable(address: str) -> str:
     if host in ("0.0.0.0", "*", "[::]", ""):
         return f"{'[::1]' if host == '[::]' else '127.0.0.1'}:{port}"
     return address
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def announce_ready(address: str) -> None:
@@ -152,7 +145,8 @@ class Health:
                     closed = self.closed
                 if closed:
                     send_response_callback(None)
-                context.add_callback(lambda: self.sends.discard(send_response_callback))
+                if not context.add_callback(lambda: self.sends.discard(send_response_callback)):
+                    self.sends.discard(send_response_callback)
 
             def end_watches(self) -> None:
                 with self.lock:
@@ -275,35 +269,28 @@ def configure_logs(level: str = "info") -> None:
 class LoadingProgress:
     """Progress while weights load, as a context manager; `update` may be called often.
 
-    A bar on a terminal, a plain line at most every two seconds otherwise, both on stderr. A
-    supervised child reports to its supervisor instead, which shows one bar a process.
+    Shown on stderr as `progress_display` does; a supervised child reports to its supervisor
+    instead, which shows all of its children together.
     """
 
     def __init__(self, label: str, stream: TextIO | None = None) -> None:
         self._label = label
         self._stream = sys.stderr if stream is None else stream
-        self._bar: Any = None
+        self._display: ProgressBars | ProgressLines | None = None
         self._told = float("-inf")
 
-    def __enter__(self) -> LoadingProgress:
-        if not supervised() and self._stream.isatty():
-            self._bar = ProgressBars(self._stream)
+    def __enter__(self) -> Self:
+        if not supervised():
+            self._display = progress_display(self._stream)
         return self
 
     def update(self, done: int, total: int) -> None:
         """Says that `done` of `total` bytes are loaded."""
-        if self._bar is not None:
-            self._bar.update(self._label, done, total)
-            return
-        now = time.monotonic()
-        interval = 0.1 if supervised() else 2.0
-        if done < total and now - self._told < interval:
-            return
-        self._told = now
-        if supervised():
+        if self._display is not None:
+            self._display.update(self._label, done, total)
+        elif done >= total or time.monotonic() - self._told > 0.1:
+            self._told = time.monotonic()
             _tell_supervisor(f"progress {done} {total} {self._label}")
-        else:
-            print(progress_line(self._label, done, total), file=self._stream, flush=True)
 
     def __exit__(
         self,
@@ -311,9 +298,8 @@ class LoadingProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._display is not None:
+            self._display.close()
 
 
 class ProgressBars:
@@ -342,6 +328,32 @@ class ProgressBars:
     def close(self) -> None:
         """Removes the bars."""
         self._progress.stop()
+
+
+class ProgressLines:
+    """Plain lines, one a label every two seconds; what loads faster than that prints none."""
+
+    INTERVAL = 2.0  # seconds
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._due: dict[str, float] = {}
+        self._first = time.monotonic() + self.INTERVAL
+
+    def update(self, label: str, done: int, total: int) -> None:
+        """Prints where a label stands, if it is time to."""
+        now = time.monotonic()
+        if now >= self._due.get(label, self._first) or (done >= total and label in self._due):
+            self._due[label] = now + self.INTERVAL
+            print(progress_line(label, done, total), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left to take away."""
+
+
+def progress_display(stream: TextIO) -> ProgressBars | ProgressLines:
+    """Bars on a terminal, lines elsewhere."""
+    return ProgressBars(stream) if stream.isatty() else ProgressLines(stream)
 
 
 def progress_line(label: str, done: int, total: int) -> str:
@@ -411,12 +423,17 @@ class Termination:
 
 
 def follow_supervisor() -> None:
-    """Has the kernel end a supervised child when its supervisor is gone (Linux; else nothing)."""
-    if not supervised() or sys.platform != "linux":
+    """Ends a supervised child when its supervisor is gone: the kernel sees to it (Linux).
+
+    `Termination` and `bind` call it, so a service need not.
+    """
+    supervisor = os.environ.get(SUPERVISOR_PID)
+    if supervisor is None:
         return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
-    if not supervised():  # it died before the call
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
+    if supervisor != str(os.getppid()):  # it died before this call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
