@@ -118,8 +118,7 @@ class TensorFile:
 
         self.path = Path(path)
         try:
-            # the library's stubs leave its methods untyped
-            self._file: Any = safe_open(self.path, framework="pt", device="cpu")
+            self._file = _untyped(safe_open(self.path, framework="pt", device="cpu"))
         except FileNotFoundError:
             raise CheckpointError(f"{self.path}: no such file") from None
         except (SafetensorError, OSError) as error:
@@ -363,16 +362,17 @@ def known_token_ids(checkpoint: Checkpoint) -> dict[int, str]:
     tokenizer = _read_object(path)
     if tokenizer is None:
         return {}
-    known: dict[int, str] = {}
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, dict):
-        known.update((token_id, content) for content, token_id in vocabulary.items())
-    elif isinstance(vocabulary, list):
-        known.update((token_id, entry[0]) for token_id, entry in enumerate(vocabulary))
-    else:
-        raise CheckpointError(f"{path}: expected model.vocab, got {type(vocabulary).__name__}")
-    for entry in tokenizer.get("added_tokens") or []:
-        known[entry["id"]] = entry["content"]
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            known = {int(token_id): content for content, token_id in vocabulary.items()}
+        else:
+            known = {token_id: entry[0] for token_id, entry in enumerate(vocabulary)}
+        known |= {int(entry["id"]): entry["content"] for entry in tokenizer["added_tokens"] or []}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: expected model.vocab and added_tokens, got a {type(error).__name__}: {error}"
+        ) from error
     config_path = checkpoint.folder / "tokenizer_config.json"
     for token_id, entry in _added_tokens(config_path, checkpoint.tokenizer_config):
         if known.setdefault(token_id, entry["content"]) != entry["content"]:
@@ -492,6 +492,11 @@ def _parse_object(path: Path, text: str) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any] | None:
     text = _read_text(path)
     return None if text is None else _parse_object(path, text)
+
+
+def _untyped(value: Any) -> Any:
+    """The value, for a library whose annotations leave its methods untyped."""
+    return value
 
 
 def _extents(shape: Iterable[int]) -> str:
