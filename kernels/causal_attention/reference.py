@@ -97,4 +97,4 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
 
 def _later(n: int, device: torch.device) -> torch.Tensor:
     """True where a key of the block comes after a query of it: bool [n, 1, n]."""
-    return torch.ones(n, 1, n, dtype=torch.bool, device=device).triu_(1)
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu_(1).unsqueeze(1)
