@@ -56,6 +56,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
 )
 
+LAST_PORT = 65535
 DRAFTER_LISTEN = "127.0.0.1:50052"
 VERIFIER_LISTEN = "127.0.0.1:50051"
 DRAFT_SERVICE = "outrider.v1.DraftService"
@@ -81,7 +82,9 @@ def bind(server: grpc.Server | grpc.aio.Server, address: str) -> str:
         AddressError: When the address is taken or is none.
     """
     follow_supervisor()
-    if not address.startswith("unix:") and ":" not in address:
+    port_text = address.rpartition(":")[2]
+    is_port = ":" in address and port_text.isdecimal() and int(port_text) <= LAST_PORT
+    if not address.startswith("unix:") and not is_port:  # core would wrap a larger port around
         raise AddressError(f"listen: expected HOST:PORT or unix:PATH, got {address!r}")
     try:
         port = server.add_insecure_port(address)

@@ -1,0 +1,98 @@
+"""`outrider demo`: streams one completion, then the same prompt without drafting, and compares."""
+
+from __future__ import annotations
+
+import argparse
+
+from outrider.cli.generate import (
+    add_sampling_arguments,
+    add_server_arguments,
+    client_for,
+    generate_options,
+    reported_errors,
+)
+from outrider.cli.terminal import Printer, tokens_per_round
+from outrider.client import Client, Completion, GenerateOptions, Usage
+
+MAX_TOKENS = 160
+PROMPT = '''class Account:
+    """A bank account with a balance that is never negative."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+'''
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PROMPT and all that `outrider generate` takes beside it; greedy unless said otherwise."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", default=PROMPT, help="text")
+    add_server_arguments(parser)
+    add_sampling_arguments(parser, MAX_TOKENS)
+    parser.set_defaults(temperature=0.0)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Streams with drafting, repeats without, prints the summary."""
+    request = generate_options(options)
+    with client_for(options) as client, reported_errors():
+        _warm(client, options.prompt, request)
+        drafted = _show(client, options.prompt, request)
+        plain = client.generate(options.prompt, **_plainly(request))
+    print()
+    print(summary(drafted, plain))
+    return 0
+
+
+def summary(drafted: Completion, plain: Completion) -> str:
+    """What drafting did, in a few lines."""
+    usage = drafted.usage
+    positions = ", ".join(
+        f"{count / usage.rounds:.0%}" for count in usage.accepted_per_position if usage.rounds
+    )
+    fast, slow = tokens_per_second(usage), tokens_per_second(plain.usage)
+    lines = [
+        f"tokens                 {usage.output_tokens} ({drafted.finish_reason})",
+        f"tokens per second      {fast:.1f}",
+        f"rounds                 {usage.rounds}",
+        f"accept length          {tokens_per_round(usage):.2f} tokens a round",
+        f"accepted per position  {positions or '-'} of rounds",
+        f"without drafting       {slow:.1f} tokens per second; "
+        f"drafting is {fast / slow if slow else 0.0:.2f} times as fast",
+    ]
+    if drafted.token_ids == plain.token_ids:
+        lines.append("output                 the same tokens with and without drafting")
+    return "\n".join(lines)
+
+
+def tokens_per_second(usage: Usage) -> float:
+    """Decode speed: tokens after the first, by the time after the first."""
+    elapsed = usage.total_ns - usage.ttft_ns
+    return (usage.output_tokens - 1) * 1e9 / elapsed if elapsed > 0 else 0.0
+
+
+def _warm(client: Client, prompt: str, request: GenerateOptions) -> None:
+    """Both paths once, briefly, so that neither run pays for first use."""
+    short: GenerateOptions = {**request, "max_tokens": 8}
+    for each in (short, _plainly(short)):
+        client.generate(prompt, **each)
+
+
+def _plainly(request: GenerateOptions) -> GenerateOptions:
+    return {**request, "draft_tokens": 0}
+
+
+def _show(client: Client, prompt: str, request: GenerateOptions) -> Completion:
+    printer = Printer()
+    print(prompt, end="", flush=True)
+    with client.stream(prompt, **request) as stream:
+        for delta in stream:
+            printer.delta(delta)
+        (completion,) = stream.completions()
+    printer.end_line()
+    printer.legend()
+    return completion
