@@ -1,0 +1,169 @@
+"""Starts a drafter: `python -m drafter --listen ADDRESS`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import structlog
+import torch
+
+from drafter.config import DraftConfig, DrafterOptions
+from drafter.context import ContextMemory
+from drafter.model import DraftModel
+from drafter.selector import selector_for
+from drafter.service import DraftService, Engine
+from drafter.weights import load_weights
+from outrider import pair, serving
+from outrider.checkpoint import Checkpoint, bundled
+
+log = structlog.get_logger("outrider.drafter")
+
+# a stream holds a thread for its life, and so does a health watch; the rest is for short calls
+CALL_THREADS = 64
+DRAIN_SECONDS = 5.0
+
+
+class Running:
+    """A drafter that serves.
+
+    Attributes:
+        address: Where it listens, with the real port.
+    """
+
+    def __init__(
+        self, address: str, server: grpc.Server, service: DraftService, health: serving.Health
+    ) -> None:
+        self.address = address
+        self._server = server
+        self._service = service
+        self._health = health
+        self._stopped = threading.Event()
+
+    def stop(self, grace: float | None = None) -> None:
+        """Drains: finishes queued rounds, ends every stream with DRAINING, closes the port.
+
+        Args:
+            grace: Seconds that calls may take to end before they are cancelled. Idempotent.
+        """
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._health.close()
+        self._service.drain()
+        self._server.stop(DRAIN_SECONDS if grace is None else grace).wait()
+        self._service.close()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the server has stopped, or for `timeout` seconds."""
+        self._server.wait_for_termination(timeout)
+
+
+def start(options: DrafterOptions) -> Running:
+    """Checks the pair, listens, loads, and serves when it returns.
+
+    While weights load, health says NOT_SERVING and calls are refused with LOADING.
+
+    Raises:
+        CheckpointError: A folder that cannot be used, naming what is wrong with it.
+        ValueError: An option out of range.
+        AddressError: The address is taken.
+    """
+    target_folder = options.target or bundled("target")
+    draft_folder = options.draft or bundled("dflash2")
+    with Checkpoint(target_folder) as target, Checkpoint(draft_folder) as draft:
+        config = DraftConfig.read(options, target, draft)
+        server = grpc.server(
+            futures.ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="draft-call"),
+            options=serving.SERVER_OPTIONS,
+        )
+        service = DraftService()
+        service.register(server)
+        health = serving.Health(server, serving.DRAFT_SERVICE)
+        serving.add_reflection(server, serving.DRAFT_SERVICE)
+        address = serving.bind(server, options.listen)
+        server.start()
+        try:
+            service.attach(_load(config, options, target, draft))
+        except BaseException:
+            health.close()
+            server.stop(0).wait()
+            raise
+    health.set_ready(True)
+    log.info(
+        "drafter_ready",
+        address=address,
+        format=config.draft.format,
+        draft_tokens=config.draft_tokens,
+        max_concurrency=config.max_concurrency,
+        max_context=config.max_context,
+        device=str(config.device),
+        dtype=config.dtype,
+        layer_causal=list(config.draft.layer_causal),
+    )
+    return Running(address, server, service, health)
+
+
+def _load(
+    config: DraftConfig, options: DrafterOptions, target: Checkpoint, draft: Checkpoint
+) -> Engine:
+    geometry = pair.geometry(config.target, config.draft, config.dtype)
+    with serving.LoadingProgress("drafter") as progress:
+        weights = load_weights(config, target, draft, options.proposal_head, progress.update)
+    memory = ContextMemory(config.context_plan, config.device)
+    model = DraftModel(config.draft, weights, memory)
+    return Engine(config, geometry, model, selector_for(config, weights))
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
+    """The options of a command line, and the log level."""
+    parser = argparse.ArgumentParser(prog="python -m drafter", description=__doc__)
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        default=serving.DRAFTER_LISTEN,
+        help="HOST:PORT, port 0 for a free one, or unix:PATH (default: %(default)s)",
+    )
+    serving.add_pair_arguments(parser)
+    serving.add_drafter_arguments(parser)
+    flags = parser.parse_args(argv)
+    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = DrafterOptions(
+        target=Path(flags.target) if flags.target else None,
+        draft=Path(flags.draft) if flags.draft else None,
+        listen=flags.listen,
+        device=device,
+        dtype=flags.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        draft_tokens=flags.draft_tokens,
+        max_concurrency=flags.max_concurrency,
+        max_context=flags.max_context,
+        proposal_head=flags.proposal_head,
+        checkpoint_slots=flags.checkpoint_slots,
+        causal_local_layers=flags.causal_local_layers,
+    )
+    return options, flags.log_level
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal, then drains. Prints `ready ADDRESS` when it serves."""
+    options, log_level = parse(argv)
+    serving.configure_logs(log_level)
+    termination = serving.Termination()
+    try:
+        running = start(options)
+    except ValueError as error:
+        print(f"drafter: {error}", file=sys.stderr)
+        return 2
+    serving.announce_ready(running.address)
+    termination.wait()
+    running.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

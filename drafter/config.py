@@ -1,0 +1,169 @@
+"""What a drafter is started with, and the checked facts of the pair it drafts for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from drafter.context import PAGE_SIZE, ContextPlan
+from outrider import pair
+from outrider.checkpoint import Checkpoint
+from outrider.pair import DraftFacts, TargetFacts
+
+MOST_CONCURRENCY = 8
+FULL_HEAD = "full"
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The drafter's command line, as values."""
+
+    target: Path | None = None  # folder: config, tokenizer, embedding, head; None: bundled
+    draft: Path | None = None  # folder of the draft; None: the bundled DFlash2 one
+    listen: str = "127.0.0.1:0"  # port 0 takes a free one
+    device: str = "cpu"
+    dtype: str = "float32"  # numeric profile: "float32" or "bfloat16"
+    draft_tokens: int | None = None  # K; None takes what the draft was trained with
+    max_concurrency: int = 4  # sequences at once, over all streams
+    max_context: int | None = None  # positions of one sequence; None takes what the pair allows
+    proposal_head: str = FULL_HEAD  # or a shortlist file
+    checkpoint_slots: int = 0
+    causal_local_layers: bool = False
+
+
+@dataclass(frozen=True)
+class NumericProfile:
+    """Element types of one profile: activations and weights, and what contexts keep."""
+
+    activation: torch.dtype
+    key: torch.dtype
+    value: torch.dtype
+
+
+# FP16 activations overflow in the convolution's output side; values in a ring are activations
+# already rounded to BF16, which FP16 holds with three bits to spare
+PROFILES = {
+    "float32": NumericProfile(torch.float32, torch.float32, torch.float32),
+    "bfloat16": NumericProfile(torch.bfloat16, torch.bfloat16, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Everything a drafter knows before it reads weights: pair, widths, memory, numerics."""
+
+    target: TargetFacts
+    draft: DraftFacts
+    draft_tokens: int  # K
+    max_concurrency: int
+    max_context: int
+    dtype: str
+    device: torch.device
+
+    @classmethod
+    def read(cls, options: DrafterOptions, target: Checkpoint, draft: Checkpoint) -> Self:
+        """Reads and checks both folders' configs and the options.
+
+        Raises:
+            CheckpointError: naming the field of a folder, what was expected and what is there.
+            ValueError: naming the option in the same way.
+        """
+        # refuses every other profile, with the profiles it knows
+        pair.activation_dtype(options.dtype)
+        if not 1 <= options.max_concurrency <= MOST_CONCURRENCY:
+            raise ValueError(
+                f"max_concurrency: expected 1..{MOST_CONCURRENCY}, got {options.max_concurrency}"
+            )
+        if options.checkpoint_slots:
+            raise ValueError(
+                f"checkpoint_slots: expected 0, as this drafter keeps no checkpoints yet, "
+                f"got {options.checkpoint_slots}"
+            )
+        target_facts = TargetFacts.read(target)
+        facts = DraftFacts.load(
+            draft, target_facts, causal_local_layers=options.causal_local_layers
+        )
+        draft_tokens = facts.draft_tokens(options.draft_tokens)
+        longest = min(target_facts.max_position, facts.max_position)
+        # one processed position and a whole block behind it
+        least = draft_tokens + 2
+        wanted = options.max_context
+        if wanted is not None and not least <= wanted <= longest:
+            raise ValueError(f"max_context: expected {least}..{longest}, got {wanted}")
+        config = cls(
+            target=target_facts,
+            draft=facts,
+            draft_tokens=draft_tokens,
+            max_concurrency=options.max_concurrency,
+            max_context=longest if wanted is None else wanted,
+            dtype=options.dtype,
+            device=torch.device(options.device),
+        )
+        return config.fitting_memory(memory_bytes(config.device), least, wanted is None)
+
+    def fitting_memory(self, available_bytes: int, least: int, may_shorten: bool) -> Self:
+        """This config, with as long a context as half of the memory holds if it may be shortened.
+
+        Raises:
+            ValueError: with the arithmetic, when the contexts do not fit.
+        """
+        plan = self.context_plan
+        budget = available_bytes // 2 if may_shorten else available_bytes
+        if plan.ring_bytes + plan.page_bytes <= budget:
+            return self
+        max_context = 0
+        if may_shorten and plan.full_layer_count:
+            position_bytes = plan.full_layer_count * plan.sequence_count * plan.cell_bytes
+            pages = (budget - plan.ring_bytes) // position_bytes // PAGE_SIZE
+            max_context = pages * PAGE_SIZE
+        if max_context < least:
+            raise ValueError(
+                f"context memory: expected at most {budget} bytes, got {plan.arithmetic()}"
+            )
+        return replace(self, max_context=max_context)
+
+    @property
+    def width(self) -> int:
+        """W: anchor and K masks."""
+        return self.draft_tokens + 1
+
+    @property
+    def fixed_width(self) -> int:
+        """Columns that every row computes: W in DFlash2; 0 in DFlash, where a row takes P + 1."""
+        return self.width if self.draft.format == "dflash2" else 0
+
+    @property
+    def profile(self) -> NumericProfile:
+        """Element types in use."""
+        return PROFILES[self.dtype]
+
+    @property
+    def feature_width(self) -> int:
+        """Values of one position's features: taps x H."""
+        return len(self.draft.target_layer_ids) * self.draft.hidden_size
+
+    @property
+    def context_plan(self) -> ContextPlan:
+        """The context memory that these limits need."""
+        return ContextPlan(
+            sequence_count=self.max_concurrency,
+            max_context=self.max_context,
+            window=self.draft.window,
+            local_layer_count=self.draft.layer_count - self.draft.full_layer_count,
+            full_layer_count=self.draft.full_layer_count,
+            key_value_heads=self.draft.key_value_head_count,
+            head_dim=self.draft.head_dim,
+            key_dtype=self.profile.key,
+            value_dtype=self.profile.value,
+        )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, or what this host has in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

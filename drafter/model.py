@@ -1,0 +1,243 @@
+"""The draft model: features into context, and one masked block into hidden states.
+
+With F the frontier, the block's columns sit at positions F..F+W-1 and hold the anchor and W-1
+masks. Every column predicts the token at its own position; column 0 is the anchor and is never
+sampled. Attention is not causal unless a layer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafter.context import Append, Context, ContextMemory, ContextRows
+from drafter.weights import ConvolutionWeights, DraftWeights, LayerGroup, LayerWeights
+from kernels import dynamic_grouped_conv
+from kernels.context_attention import context_attention
+from kernels.context_kv_materialize import context_kv_materialize
+from kernels.head_norm_rope import head_norm_rope
+from kernels.linear import linear
+from kernels.rms_norm import rms_norm
+from kernels.sliding_window_attention import sliding_window_attention
+from kernels.swiglu import swiglu
+from outrider.pair import MOST_DRAFT_TOKENS, DraftFacts
+
+
+@dataclass(frozen=True)
+class ProposalAsk:
+    """What one sequence wants drafted."""
+
+    context: Context
+    anchor: int  # a = x_F
+    live: int  # P, 1..K
+    temperature: float
+    seed: int  # uint64
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """Asks as device inputs of one masked block; one entry a row."""
+
+    rows: ContextRows
+    anchors: Tensor  # [B] int64
+    counts: Tensor  # [B] int64: live columns
+    lives: Tensor  # [B] int64: P
+    temperatures: Tensor  # [B] FP32
+    seeds: Tensor  # [B] int64 bit patterns
+    width: int  # columns computed
+    most_live: int  # the largest P
+
+    @classmethod
+    def of(cls, asks: Sequence[ProposalAsk], memory: ContextMemory, fixed_width: int) -> DraftBlock:
+        """Lays out one block.
+
+        Args:
+            asks: One a row, at least one.
+            memory: Where the contexts lie.
+            fixed_width: W where every row computes all columns (DFlash2); 0 where a row computes
+                its own P + 1.
+        """
+        lives = [ask.live for ask in asks]
+        columns = [fixed_width or live + 1 for live in lives]
+        integers = torch.tensor(
+            [
+                [ask.anchor for ask in asks],
+                columns,
+                lives,
+                # the wire's uint64 seeds travel as int64 bit patterns
+                [ask.seed - (ask.seed >> 63 << 64) for ask in asks],
+            ],
+            dtype=torch.int64,
+        ).to(memory.device)
+        temperatures = torch.tensor([ask.temperature for ask in asks], dtype=torch.float32)
+        return cls(
+            rows=memory.rows(ask.context for ask in asks),
+            anchors=integers[0],
+            counts=integers[1],
+            lives=integers[2],
+            temperatures=temperatures.to(memory.device),
+            seeds=integers[3],
+            width=max(columns),
+            most_live=max(lives),
+        )
+
+
+class DraftModel:
+    """Draft weights over a context memory."""
+
+    def __init__(self, draft: DraftFacts, weights: DraftWeights, memory: ContextMemory) -> None:
+        self.memory = memory
+        self._draft = draft
+        self._weights = weights
+        # cells of all rings, and of all pages, in one run a layer
+        self._ring_cells = (memory.key_rings.flatten(1, 2), memory.value_rings.flatten(1, 2))
+        self._page_cells = (memory.key_pages.flatten(1, 2), memory.value_pages.flatten(1, 2))
+        places = {
+            index: place
+            for group in (weights.local, weights.full)
+            for place, index in enumerate(group.layers)
+        }
+        self._places = tuple(places[index] for index in range(draft.layer_count))
+        self._columns = torch.arange(MOST_DRAFT_TOKENS + 1, device=memory.device)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Context features: c_t = rms_norm(W_feature s_t).
+
+        Args:
+            features: [rows, taps * H] raw target residuals, activation type.
+
+        Returns:
+            [rows, H], like ``features``.
+        """
+        weights = self._weights
+        return rms_norm(
+            linear(features, weights.feature), weights.context_norm, self._draft.norm_eps
+        )
+
+    def materialize(self, features: Sequence[Tensor], append: Append) -> None:
+        """Writes the context keys and values of new positions in every layer.
+
+        Args:
+            features: [rows, taps * H] raw target residuals of each context in ``append``,
+                activation type, in host memory or on the device.
+            append: Where they go.
+        """
+        together = features[0] if len(features) == 1 else torch.cat(list(features))
+        context = self.project(together.to(self.memory.device)).unsqueeze(0)
+        self._keep(self._weights.local, context, append.positions, append.ring_cells)
+        self._keep(self._weights.full, context, append.positions, append.page_cells)
+
+    def _keep(
+        self, group: LayerGroup, context: Tensor, positions: Tensor, destinations: Tensor
+    ) -> None:
+        if not group.layers:
+            return
+        keys, values = self._ring_cells if group is self._weights.local else self._page_cells
+        context_kv_materialize(
+            context,
+            positions,
+            destinations,
+            group.key_value,
+            group.key_norm,
+            keys,
+            values,
+            eps=self._draft.norm_eps,
+            theta=self._draft.rope_theta,
+        )
+
+    def draft_block(self, block: DraftBlock) -> Tensor:
+        """Runs one masked block; contexts stay as they are.
+
+        Returns:
+            [B, width, H] final-normed hidden states, activation type. Columns beyond a row's count
+            mean nothing.
+        """
+        columns = self._columns[: block.width]
+        positions = block.rows.frontiers.unsqueeze(1) + columns
+        tokens = torch.where(columns == 0, block.anchors.unsqueeze(1), self._draft.mask_token_id)
+        x = self._weights.embedding[tokens]
+        if self._draft.input_embedding_scale != 1.0:
+            x = x * self._draft.input_embedding_scale
+        for index, layer in enumerate(self._weights.layers):
+            x = self._layer(index, layer, x, positions, block)
+        return rms_norm(x, self._weights.final_norm, self._draft.norm_eps)
+
+    def _layer(
+        self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, block: DraftBlock
+    ) -> Tensor:
+        normed, delta = self._enter(x, layer.input_norm, layer.attention_conv)
+        attended = self._attend(index, layer, normed, positions, block)
+        x = _leave(x, linear(attended, layer.output), layer.attention_conv, delta)
+        normed, delta = self._enter(x, layer.post_attention_norm, layer.mlp_conv)
+        fed = linear(swiglu(linear(normed, layer.gate_up)), layer.down)
+        return _leave(x, fed, layer.mlp_conv, delta)
+
+    def _enter(
+        self, x: Tensor, gain: Tensor, conv: ConvolutionWeights | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The branch's input: normed, and convolved where the draft does."""
+        eps = self._draft.norm_eps
+        if conv is None:
+            return rms_norm(x, gain, eps), None
+        return dynamic_grouped_conv.prepare(x, gain, conv.base, conv.projection, eps)
+
+    def _attend(
+        self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, block: DraftBlock
+    ) -> Tensor:
+        draft, memory, rows = self._draft, self.memory, block.rows
+        heads, key_heads = draft.head_count, draft.key_value_head_count
+        projected = linear(x, layer.query_key_value)
+        projected = projected.view(*x.shape[:2], -1, draft.head_dim)
+        query = self._rotate(projected[:, :, :heads], layer.query_norm, positions)
+        key = self._rotate(projected[:, :, heads:-key_heads], layer.key_norm, positions)
+        value = projected[:, :, -key_heads:]
+        place, causal = self._places[index], draft.layer_causal[index]
+        if index in self._weights.full.layers:
+            return context_attention(
+                query,
+                key,
+                value,
+                memory.key_pages[place],
+                memory.value_pages[place],
+                rows.page_tables,
+                rows.coverage_first,
+                rows.frontiers,
+                block.counts,
+                causal=causal,
+            )
+        return sliding_window_attention(
+            query,
+            key,
+            value,
+            memory.key_rings[place],
+            memory.value_rings[place],
+            rows.slots,
+            rows.coverage_first,
+            rows.frontiers,
+            block.counts,
+            window=draft.window,
+            causal=causal,
+        )
+
+    def _rotate(self, x: Tensor, gain: Tensor, positions: Tensor) -> Tensor:
+        draft = self._draft
+        return head_norm_rope(
+            x,
+            gain,
+            positions,
+            eps=draft.norm_eps,
+            theta=draft.rope_theta,
+            rotary_dim=draft.head_dim,
+        )
+
+
+def _leave(
+    residual: Tensor, z: Tensor, conv: ConvolutionWeights | None, delta: Tensor | None
+) -> Tensor:
+    """The residual stream after a branch, whose output is convolved where the draft does."""
+    if conv is None or delta is None:
+        return residual + z
+    return dynamic_grouped_conv.finish_add(residual, z, conv.base, delta)

@@ -1,0 +1,344 @@
+"""One verifier's stream, event by event: the drafter's part of a speculative round.
+
+A round admits its rows, materializes the pending features of all of them, runs one masked block
+for those that asked, and replies. Each step takes what the step before returned. A row that goes
+wrong carries its fault to the reply and touches no other row; only a message that no correct
+verifier sends raises.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from drafter.config import DraftConfig
+from drafter.context import (
+    Context,
+    SequenceTable,
+    expect_once,
+    no_checkpoint_slot,
+    no_such_checkpoint,
+)
+from drafter.model import DraftBlock, DraftModel, ProposalAsk
+from drafter.selector import Proposals, Selector, not_finite
+from outrider import faults, tensors
+from outrider.faults import FaultError
+from outrider.v1 import draft_service_pb2 as wire
+from outrider.v1 import status_pb2, tensor_pb2
+
+FEATURE_ROWS_LIMIT = 64  # of one message
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a round on its way from request to reply."""
+
+    request: wire.RoundRow
+    features: torch.Tensor | None  # [n, taps * H], None when nothing is pending
+    context: Context | None = None
+    ask: ProposalAsk | None = None
+    fault: FaultError | None = None
+
+    @property
+    def feature_count(self) -> int:
+        """Pending rows that came along."""
+        return 0 if self.features is None else len(self.features)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Rows whose features fit where their contexts end, and faulted ones."""
+
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Materialized:
+    """Rows whose contexts have caught up, with what may be drafted for them."""
+
+    rows: tuple[Row, ...]
+    elapsed_ns: int
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Rows, and the proposals of those that ask, in their order, on the host."""
+
+    rows: tuple[Row, ...]
+    proposals: Proposals | None
+    elapsed_ns: int
+
+
+class DraftRounds:
+    """Applies the events that follow a Hello, in stream order."""
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        model: DraftModel,
+        selector: Selector,
+        max_concurrency: int,
+        counters: Counter[str],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._selector = selector
+        self._memory = model.memory
+        self._row_limit = max_concurrency  # B of this stream
+        self._sequences = SequenceTable(model.memory, max_concurrency)
+        self._round_index = 0
+        self._counters = counters
+
+    def close(self) -> None:
+        """Releases every sequence."""
+        self._sequences.release_all()
+
+    def apply(self, request: wire.DraftRoundsRequest) -> wire.DraftRoundsResponse | None:
+        """Applies one event; returns the answer it has, if any.
+
+        Raises:
+            FaultError: EVENT_INVALID or TENSOR_SHAPE for what no correct verifier sends.
+        """
+        event = request.WhichOneof("event")
+        verbs: dict[str | None, Callable[[Any], wire.DraftRoundsResponse | None]] = {
+            "round": self._round,
+            "features": self._features,
+            "open": self._open,
+            "release": self._release,
+            "fork": self._fork,
+            "capture": self._capture,
+            "restore": self._restore,
+            "drop": self._drop,
+        }
+        if event not in verbs:
+            raise invalid("event", "one that may follow Hello", event or "none known")
+        return verbs[event](getattr(request, event))
+
+    # a round, step by step
+
+    def _round(self, round_: wire.Round) -> wire.DraftRoundsResponse:
+        admitted = self._admit(round_)
+        materialized = self._materialize(admitted)
+        drafted = self._draft(materialized)
+        reply = wire.RoundReply(
+            round_index=round_.round_index,
+            rows=self._reply_rows(drafted),
+            materialize_ns=materialized.elapsed_ns,
+            draft_ns=drafted.elapsed_ns,
+        )
+        self._counters["rounds"] += 1
+        return wire.DraftRoundsResponse(round_reply=reply)
+
+    def _admit(self, round_: wire.Round) -> Admitted:
+        if round_.round_index != self._round_index + 1:
+            raise invalid("round_index", self._round_index + 1, round_.round_index)
+        if len(round_.rows) > self._row_limit:
+            raise invalid("rows", f"at most {self._row_limit}", len(round_.rows))
+        # the whole message is checked before any row of it is applied
+        rows = [self._decode_row(request) for request in round_.rows]
+        self._round_index += 1
+        seen: set[int] = set()
+        return Admitted(tuple(self._admit_row(row, seen) for row in rows))
+
+    def _admit_row(self, row: Row, seen: set[int]) -> Row:
+        sequence_id, epoch = row.request.sequence_id, row.request.epoch
+        self._counters["stale_events"] += self._sequences.is_stale(sequence_id, epoch)
+        try:
+            context = self._sequences.find(sequence_id, epoch)
+            row = replace(row, context=context)
+            expect_once(sequence_id, seen)
+            context.expect(row.request.first_position)
+            self._memory.expect_room(context, row.feature_count)
+        except FaultError as fault:
+            return replace(row, fault=fault)
+        return row
+
+    def _materialize(self, admitted: Admitted) -> Materialized:
+        started = time.monotonic_ns()
+        self._append(
+            [
+                (row.context, row.features)
+                for row in admitted.rows
+                if row.fault is None and row.context is not None and row.features is not None
+            ]
+        )
+        rows = tuple(self._ask(row) for row in admitted.rows)
+        return Materialized(rows, time.monotonic_ns() - started)
+
+    def _append(self, pieces: Sequence[tuple[Context, torch.Tensor]]) -> None:
+        if not pieces:
+            return
+        append = self._memory.append([(context, len(features)) for context, features in pieces])
+        self._model.materialize([features for _, features in pieces], append)
+        append.commit()
+        self._counters["feature_rows"] += sum(len(features) for _, features in pieces)
+
+    def _ask(self, row: Row) -> Row:
+        wanted, context = row.request.proposal, row.context
+        if row.fault is not None or context is None or not row.request.HasField("proposal"):
+            return row
+        try:
+            context.expect_frontier(wanted.frontier)
+            self._memory.expect_room(context, self._config.width)
+        except FaultError as fault:
+            return replace(row, fault=fault)
+        ask = ProposalAsk(context, wanted.anchor, wanted.live, wanted.temperature, wanted.seed)
+        return replace(row, ask=ask)
+
+    def _draft(self, materialized: Materialized) -> Drafted:
+        started = time.monotonic_ns()
+        asks = [row.ask for row in materialized.rows if row.ask is not None]
+        proposals = None
+        if asks:
+            block = DraftBlock.of(asks, self._memory, self._config.fixed_width)
+            hidden = self._model.draft_block(block)
+            proposals = self._selector.select(hidden, block).on_host()
+        return Drafted(materialized.rows, proposals, time.monotonic_ns() - started)
+
+    def _reply_rows(self, drafted: Drafted) -> Iterator[wire.RoundReplyRow]:
+        block_row = 0
+        for row in drafted.rows:
+            reply = wire.RoundReplyRow(
+                sequence_id=row.request.sequence_id,
+                epoch=row.request.epoch,
+                context_frontier=0 if row.context is None else row.context.frontier,
+            )
+            if row.fault is not None:
+                reply.fault.CopyFrom(self._status(row.fault))
+            elif row.ask is not None and drafted.proposals is not None:
+                if drafted.proposals.is_finite(block_row):
+                    proposal = _proposal(row.request.proposal, drafted.proposals, block_row)
+                    reply.proposal.CopyFrom(proposal)
+                    self._counters["proposals"] += 1
+                else:
+                    reply.fault.CopyFrom(self._status(not_finite(row.request.proposal.frontier)))
+                block_row += 1
+            yield reply
+
+    # events outside a round
+
+    def _open(self, event: wire.Open) -> wire.DraftRoundsResponse | None:
+        if event.coverage_first < 0:
+            raise invalid("coverage_first", "at least 0", event.coverage_first)
+        if not self._sequences.is_creatable(event.sequence_id, event.epoch):
+            self._counters["stale_events"] += 1
+            return None
+        try:
+            self._sequences.open(event.sequence_id, event.epoch, event.coverage_first)
+        except FaultError as fault:
+            return self._sequence_fault(event, fault)
+        self._counters["opens"] += 1
+        return None
+
+    def _features(self, event: wire.Features) -> wire.DraftRoundsResponse | None:
+        features = self._decode_features(event.rows)
+        if self._sequences.is_stale(event.sequence_id, event.epoch):
+            self._counters["stale_events"] += 1
+            return None
+        try:
+            context = self._sequences.find(event.sequence_id, event.epoch)
+            context.expect(event.first_position)
+            self._memory.expect_room(context, len(features))
+        except FaultError as fault:
+            return self._sequence_fault(event, fault)
+        self._append([(context, features)])
+        return None
+
+    def _sequence_fault(
+        self, event: wire.Open | wire.Features, fault: FaultError
+    ) -> wire.DraftRoundsResponse:
+        return wire.DraftRoundsResponse(
+            sequence_fault=wire.SequenceFault(
+                sequence_id=event.sequence_id, epoch=event.epoch, fault=self._status(fault)
+            )
+        )
+
+    def _release(self, event: wire.Release) -> None:
+        self._sequences.release(event.sequence_id, event.epoch)
+
+    def _fork(self, event: wire.Fork) -> wire.DraftRoundsResponse:
+        reply = wire.ForkReply(sequence_id=event.sequence_id, epoch=event.epoch)
+        if event.sequence_id == event.source_sequence_id:
+            raise invalid("sequence_id", "another one than the source's", event.sequence_id)
+        try:
+            source = self._sequences.find(event.source_sequence_id, event.source_epoch)
+            source.expect_frontier(event.context_frontier)
+            copy = self._sequences.fork(event.sequence_id, event.epoch, source)
+            reply.coverage_first = copy.coverage_first
+        except FaultError as fault:
+            reply.fault.CopyFrom(self._status(fault))
+        return wire.DraftRoundsResponse(fork_reply=reply)
+
+    def _capture(self, event: wire.Capture) -> wire.DraftRoundsResponse:
+        status = self._status(no_checkpoint_slot())
+        reply = wire.CaptureReply(checkpoint_id=event.checkpoint_id, fault=status)
+        return wire.DraftRoundsResponse(capture_reply=reply)
+
+    def _restore(self, event: wire.Restore) -> wire.DraftRoundsResponse:
+        status = self._status(no_such_checkpoint(event.checkpoint_id))
+        reply = wire.RestoreReply(
+            checkpoint_id=event.checkpoint_id,
+            sequence_id=event.sequence_id,
+            epoch=event.epoch,
+            fault=status,
+        )
+        return wire.DraftRoundsResponse(restore_reply=reply)
+
+    def _drop(self, event: wire.Drop) -> wire.DraftRoundsResponse:
+        return wire.DraftRoundsResponse(
+            drop_reply=wire.DropReply(checkpoint_id=event.checkpoint_id)
+        )
+
+    # reading and writing messages
+
+    def _decode_row(self, request: wire.RoundRow) -> Row:
+        wanted, most = request.proposal, self._config.draft_tokens
+        if request.HasField("proposal"):
+            if not 1 <= wanted.live <= most:
+                raise invalid("live", f"1..{most}", wanted.live)
+            if not 0 <= wanted.anchor < self._config.target.vocab_size:
+                raise invalid("anchor", f"below {self._config.target.vocab_size}", wanted.anchor)
+            if not math.isfinite(wanted.temperature):
+                raise invalid("temperature", "a finite number", wanted.temperature)
+        if not request.HasField("features"):
+            return Row(request, None)
+        return Row(request, self._decode_features(request.features))
+
+    def _decode_features(self, rows: tensor_pb2.Tensor) -> torch.Tensor:
+        shape = (None, self._config.feature_width)
+        features = tensors.decode(rows, shape, self._config.profile.activation)
+        if not 1 <= len(features) <= FEATURE_ROWS_LIMIT:
+            raise invalid("rows", f"1..{FEATURE_ROWS_LIMIT}", len(features))
+        return features
+
+    def _status(self, fault: FaultError) -> status_pb2.Status:
+        self._counters[f"fault_{fault.reason.lower()}"] += 1
+        return faults.to_status(fault)
+
+
+def _proposal(wanted: wire.ProposalRequest, proposals: Proposals, block_row: int) -> wire.Proposal:
+    tokens, candidate_ids, probabilities = proposals.row(block_row, wanted.live)
+    proposal = wire.Proposal(frontier=wanted.frontier, token_ids=tokens.tolist())
+    if candidate_ids is None or probabilities is None:
+        proposal.point_mass.SetInParent()
+    else:
+        proposal.conditional.candidate_ids.CopyFrom(tensors.encode(candidate_ids))
+        proposal.conditional.probabilities.CopyFrom(tensors.encode(probabilities))
+    return proposal
+
+
+def invalid(name: str, expected: object, actual: object) -> FaultError:
+    """The fault that ends a stream whose verifier sent what none should."""
+    return FaultError(
+        "EVENT_INVALID",
+        f"{name}: expected {expected}, got {actual}",
+        field=name,
+        expected=expected,
+        actual=actual,
+    )

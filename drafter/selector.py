@@ -1,0 +1,156 @@
+"""From hidden states to proposals: the proposal head, then argmax or the conditional walk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drafter.config import DraftConfig
+from drafter.model import DraftBlock
+from drafter.weights import DraftWeights, HeadWeights, SelectorWeights
+from kernels.candidate_selector import candidate_selector
+from kernels.linear import linear
+from kernels.linear_argmax import linear_argmax
+from kernels.linear_topk import linear_topk
+from outrider.faults import FaultError
+from outrider.pair import DraftFacts
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Tokens offered for one block, and the law each was drawn from; one entry a row.
+
+    Only the first P positions of a row count, and only where it is finite.
+    """
+
+    tokens: Tensor  # [B, P] int64
+    finite: Tensor  # [B] bool: nothing behind the row's first P positions overflowed or is NaN
+    candidate_ids: Tensor | None = None  # [B, P, k] int64; None: every q is a point mass
+    probabilities: Tensor | None = None  # [B, P, k] FP32: q, exactly as drawn from
+
+    def on_host(self) -> Proposals:
+        """The same, in host memory."""
+        ids, q = self.candidate_ids, self.probabilities
+        return Proposals(
+            self.tokens.cpu(),
+            self.finite.cpu(),
+            None if ids is None else ids.cpu(),
+            None if q is None else q.cpu(),
+        )
+
+    def is_finite(self, row: int) -> bool:
+        """Whether a row's proposal may be used."""
+        return bool(self.finite[row])
+
+    def row(self, row: int, live: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """One row's first P tokens [P] int32, and its candidates and q, both [P, k]."""
+        ids, q = self.candidate_ids, self.probabilities
+        return (
+            self.tokens[row, :live].int(),
+            None if ids is None else ids[row, :live].int(),
+            None if q is None else q[row, :live],
+        )
+
+
+class Selector(Protocol):
+    """Turns a block's hidden states into proposals."""
+
+    def select(self, hidden: Tensor, block: DraftBlock) -> Proposals:
+        """Proposes.
+
+        Args:
+            hidden: [B, W, H] final-normed hidden states.
+            block: What they were computed for.
+        """
+
+
+class ArgmaxSelector:
+    """DFlash: the best row of the head at each position, a point mass at any temperature."""
+
+    def __init__(self, head: HeadWeights, public_vocab: int) -> None:
+        self._head = head
+        self._public_vocab = public_vocab
+
+    def select(self, hidden: Tensor, block: DraftBlock) -> Proposals:
+        """See `Selector`. Scaling and capping of logits would not change their order."""
+        masks = hidden[:, 1 : 1 + block.most_live]
+        tokens = linear_argmax(
+            masks.flatten(0, 1),
+            self._head.rows,
+            public_vocab=self._public_vocab,
+            token_ids=self._head.token_ids,
+        )
+        return Proposals(tokens.view(masks.shape[:2]), _rows_finite(block.lives, masks))
+
+
+class ConditionalSelector:
+    """DFlash2: the best candidates at each position, and a walk conditioned on each choice."""
+
+    def __init__(
+        self, head: HeadWeights, selector: SelectorWeights, draft: DraftFacts, public_vocab: int
+    ) -> None:
+        self._head = head
+        self._selector = selector
+        self._draft = draft
+        self._public_vocab = public_vocab
+
+    def select(self, hidden: Tensor, block: DraftBlock) -> Proposals:
+        """See `Selector`."""
+        masks = hidden[:, 1 : 1 + block.most_live]
+        scores, ids = self._candidates(masks)
+        projected = linear(masks, self._selector.hidden_projection)
+        tokens, probabilities = candidate_selector(
+            scores,
+            ids,
+            projected,
+            self._selector.predecessor,
+            self._selector.successor,
+            block.anchors,
+            block.temperatures,
+            block.seeds,
+            block.rows.frontiers,
+        )
+        finite = _rows_finite(block.lives, masks, scores, projected, probabilities)
+        return Proposals(tokens, finite, ids, probabilities)
+
+    def _candidates(self, masks: Tensor) -> tuple[Tensor, Tensor]:
+        scores, ids = linear_topk(
+            masks.flatten(0, 1),
+            self._head.rows,
+            self._draft.selector_top_k,
+            public_vocab=self._public_vocab,
+            token_ids=self._head.token_ids,
+            multiplier=self._draft.output_multiplier,
+            softcap=self._draft.final_logit_softcapping,
+        )
+        return scores.view(*masks.shape[:2], -1), ids.view(*masks.shape[:2], -1)
+
+
+def selector_for(config: DraftConfig, weights: DraftWeights) -> Selector:
+    """The selector of the draft's format."""
+    if weights.selector is None:
+        return ArgmaxSelector(weights.head, config.target.public_vocab)
+    return ConditionalSelector(
+        weights.head, weights.selector, config.draft, config.target.public_vocab
+    )
+
+
+def _rows_finite(lives: Tensor, *positions: Tensor) -> Tensor:
+    """[B] bool: whether all values at the first P positions of each row are finite."""
+    dead = torch.arange(positions[0].shape[1], device=lives.device) >= lives.unsqueeze(1)
+    finite = torch.isfinite(positions[0]).all(dim=-1)
+    for values in positions[1:]:
+        finite = finite & torch.isfinite(values).all(dim=-1)
+    return (finite | dead).all(dim=1)
+
+
+def not_finite(frontier: int) -> FaultError:
+    """The fault of a row whose proposal may not be used."""
+    return FaultError(
+        "PROPOSAL_NOT_FINITE",
+        f"proposal at {frontier}: expected finite scores, got NaN or infinity",
+        frontier=frontier,
+    )

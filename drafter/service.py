@@ -1,0 +1,362 @@
+"""DraftService: calls in, one engine thread, replies out.
+
+gRPC's threads never touch the model. Each stream has a reader, which hands events to the engine's
+inbox in order, and its handler, which sends what the engine answers. The engine thread owns the
+model and every context; what goes wrong in one stream ends that stream alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import grpc
+import structlog
+import torch
+
+from drafter.config import MOST_CONCURRENCY, DraftConfig
+from drafter.model import DraftModel
+from drafter.rounds import DraftRounds, invalid
+from drafter.selector import Selector
+from outrider import PROTOCOL_REVISION, __version__, faults, pair
+from outrider.faults import FaultError
+from outrider.serving import MESSAGE_LIMIT
+from outrider.v1 import draft_service_pb2 as wire
+from outrider.v1 import draft_service_pb2_grpc
+
+log = structlog.get_logger("outrider.drafter")
+
+# events of one stream that may wait for the engine or for gRPC to take their answer; a verifier
+# that keeps to the protocol has far fewer on the way
+STREAM_CREDITS = 64
+FULL_RETRY_MS = 1000
+
+
+class Stream:
+    """One DraftRounds call, between gRPC's threads and the engine's."""
+
+    def __init__(self) -> None:
+        self.rounds: DraftRounds | None = None  # from Hello on
+        self.verifier_id = b""
+        self.max_concurrency = 0  # B that its Hello reserved
+        self.ended = False
+        self._outbox: queue.SimpleQueue[wire.DraftRoundsResponse | FaultError | None]
+        self._outbox = queue.SimpleQueue()
+        self._credits = threading.Semaphore(STREAM_CREDITS)
+
+    def read(self, requests: Iterator[wire.DraftRoundsRequest], engine: Engine) -> None:
+        """Hands every event to the engine, then the end; the reader thread runs this."""
+        try:
+            for request in requests:
+                received_ns = time.monotonic_ns()
+                self._credits.acquire()
+                if self.ended:
+                    return
+                engine.post(self, request, received_ns)
+        except grpc.RpcError:
+            log.info("stream_lost", verifier_id=self.verifier_id.hex())
+        finally:
+            engine.hang_up(self)
+
+    def replies(self) -> Iterator[wire.DraftRoundsResponse]:
+        """What to send, in order, until the stream ends.
+
+        Raises:
+            FaultError: What ended it, if it was not the verifier's own wish.
+        """
+        while True:
+            answer = self._outbox.get()
+            if answer is None:
+                return
+            if isinstance(answer, FaultError):
+                raise answer
+            yield answer
+            self._credits.release()
+
+    def answer(self, reply: wire.DraftRoundsResponse | None) -> None:
+        """Takes the outcome of one event; None when it has no answer."""
+        if reply is None:
+            self._credits.release()
+        else:
+            self._outbox.put(reply)
+
+    def end(self, fault: FaultError | None) -> None:
+        """Ends the call after everything answered so far."""
+        self.ended = True
+        self._outbox.put(fault)
+        self._credits.release()  # wakes a reader that waits for one
+
+
+class Engine:
+    """The thread that owns the model and applies the events of all streams, one at a time."""
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        geometry: wire.DraftGeometry,
+        model: DraftModel,
+        selector: Selector,
+    ) -> None:
+        self.config = config
+        self.geometry = geometry
+        self.counters: Counter[str] = Counter()
+        self._model = model
+        self._selector = selector
+        self._streams: dict[Stream, None] = {}  # after their Hello
+        self._inbox: queue.SimpleQueue[tuple[Stream, wire.DraftRoundsRequest | None, int] | None]
+        self._inbox = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, stream: Stream, request: wire.DraftRoundsRequest, received_ns: int) -> None:
+        """Queues one event."""
+        self._inbox.put((stream, request, received_ns))
+
+    def hang_up(self, stream: Stream) -> None:
+        """Queues the end of a stream: whatever it holds is released. Idempotent."""
+        self._inbox.put((stream, None, 0))
+
+    def drain(self) -> None:
+        """Has every stream, now and from now on, end with DRAINING; events queued so far apply."""
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        """Ends the thread, once no call is left that could wait for it."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def describe(self) -> wire.GetDraftInfoResponse:
+        """What GetDraftInfo answers; callable from any thread."""
+        config, streams = self.config, list(self._streams)
+        reserved = sum(stream.max_concurrency for stream in streams)
+        return wire.GetDraftInfoResponse(
+            version=__version__,
+            protocol_revision=PROTOCOL_REVISION,
+            geometry=self.geometry,
+            draft_tokens=config.draft_tokens,
+            max_concurrency=config.max_concurrency,
+            free_sequences=config.max_concurrency - reserved,
+            checkpoint_slots=0,
+            max_context=config.max_context,
+            device=str(config.device),
+            stream_count=len(streams),
+            layer_causal=config.draft.layer_causal,
+            counters=dict(self.counters),
+        )
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (posted := self._inbox.get()) is not None:
+                self._apply(*posted)
+        for stream in list(self._streams):
+            self._end(stream, draining())
+        # late calls must hear of it, so that no handler waits for an answer for ever
+        while (posted := self._inbox.get()) is not None:
+            if not posted[0].ended:
+                self._end(posted[0], draining())
+
+    def _apply(
+        self, stream: Stream, request: wire.DraftRoundsRequest | None, received_ns: int
+    ) -> None:
+        if stream.ended:
+            return
+        if request is None:
+            self._end(stream, None)
+            return
+        try:
+            reply = (
+                self._welcome(stream, request)
+                if stream.rounds is None
+                else stream.rounds.apply(request)
+            )
+        except FaultError as fault:
+            self._end(stream, fault)
+            return
+        except Exception as error:
+            # the edge: whatever a round raised must reach its verifier and no other
+            log.exception("engine_failed", verifier_id=stream.verifier_id.hex())
+            self._end(stream, FaultError("INTERNAL", f"drafter: {type(error).__name__}: {error}"))
+            return
+        if reply is not None and reply.WhichOneof("event") == "round_reply":
+            reply.round_reply.service_ns = time.monotonic_ns() - received_ns
+            log.debug(
+                "round_drafted",
+                round_index=reply.round_reply.round_index,
+                rows=len(reply.round_reply.rows),
+                materialize_ns=reply.round_reply.materialize_ns,
+                draft_ns=reply.round_reply.draft_ns,
+            )
+        stream.answer(reply)
+
+    def _welcome(
+        self, stream: Stream, request: wire.DraftRoundsRequest
+    ) -> wire.DraftRoundsResponse:
+        """Admits a verifier, or refuses it with what it got wrong."""
+        first = request.WhichOneof("event")
+        if first != "hello":
+            raise invalid("first event", "hello", first or "none known")
+        hello = request.hello
+        expect_fitting(self.config, self.geometry, hello)
+        for older in [each for each in self._streams if each.verifier_id == hello.verifier_id]:
+            self._end(older, FaultError("REQUEST_CANCELLED", "stream: replaced by a newer one"))
+        self._expect_room(hello)
+        stream.verifier_id = hello.verifier_id
+        stream.max_concurrency = hello.max_concurrency
+        stream.rounds = DraftRounds(
+            self.config, self._model, self._selector, hello.max_concurrency, self.counters
+        )
+        self._streams[stream] = None
+        self.counters["streams"] += 1
+        log.info(
+            "stream_welcomed",
+            verifier_id=hello.verifier_id.hex(),
+            max_concurrency=hello.max_concurrency,
+            max_context=hello.max_context,
+        )
+        return wire.DraftRoundsResponse(
+            welcome=wire.Welcome(
+                max_context=self.config.max_context,
+                max_message_bytes=MESSAGE_LIMIT,
+                version=__version__,
+            )
+        )
+
+    def _expect_room(self, hello: wire.Hello) -> None:
+        reserved = sum(stream.max_concurrency for stream in self._streams)
+        left = self.config.max_concurrency - reserved
+        for name, most, wanted in (
+            ("max_concurrency", left, hello.max_concurrency),
+            ("checkpoint_slots", 0, hello.checkpoint_slots),
+        ):
+            if wanted > most:
+                raise FaultError(
+                    "DRAFTER_FULL",
+                    f"{name}: expected at most {most}, got {wanted}",
+                    field=name,
+                    expected=most,
+                    actual=wanted,
+                    retry_after_ms=FULL_RETRY_MS,
+                )
+
+    def _end(self, stream: Stream, fault: FaultError | None) -> None:
+        if stream.rounds is not None:
+            stream.rounds.close()
+        self._streams.pop(stream, None)
+        if fault is not None:
+            self.counters[f"ended_{fault.reason.lower()}"] += 1
+        log.info(
+            "stream_ended",
+            verifier_id=stream.verifier_id.hex(),
+            reason=None if fault is None else fault.reason,
+            message=None if fault is None else fault.message,
+        )
+        stream.end(fault)
+
+
+class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
+    """The servicer: connects calls to the engine once there is one."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._draining = False
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the service to a server that has not started."""
+        register = draft_service_pb2_grpc.add_DraftServiceServicer_to_server
+        register(self, server)  # type: ignore[no-untyped-call]
+
+    def attach(self, engine: Engine) -> None:
+        """Starts to serve; until then every call is refused with LOADING."""
+        self._engine = engine
+
+    def drain(self) -> None:
+        """Ends every stream and refuses new ones."""
+        self._draining = True
+        if self._engine is not None:
+            self._engine.drain()
+
+    def close(self) -> None:
+        """Ends the engine, after the server has stopped."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def DraftRounds(
+        self,
+        request_iterator: Iterator[wire.DraftRoundsRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[wire.DraftRoundsResponse]:
+        """Serves one verifier's stream; see the proto."""
+        stream = Stream()
+        try:
+            engine = self._ready_engine()
+            if not context.add_callback(lambda: engine.hang_up(stream)):
+                return
+            threading.Thread(
+                target=stream.read,
+                args=(request_iterator, engine),
+                name="draft-reader",
+                daemon=True,
+            ).start()
+            yield from stream.replies()
+        except FaultError as fault:
+            faults.abort(context, fault)
+
+    def GetDraftInfo(
+        self, request: wire.GetDraftInfoRequest, context: grpc.ServicerContext
+    ) -> wire.GetDraftInfoResponse:
+        """Describes the drafter; see the proto."""
+        try:
+            return self._ready_engine().describe()
+        except FaultError as fault:
+            faults.abort(context, fault)
+
+    def _ready_engine(self) -> Engine:
+        if self._draining:
+            raise draining()
+        if self._engine is None:
+            raise FaultError("LOADING", "drafter: expected loaded weights, still loading")
+        return self._engine
+
+
+def expect_fitting(config: DraftConfig, geometry: wire.DraftGeometry, hello: wire.Hello) -> None:
+    """Checks that a verifier runs the same pair and plans the same widths.
+
+    Raises:
+        FaultError: EVENT_INVALID for a malformed Hello, MODEL_MISMATCH with every field that
+            differs, what the drafter expects and what the verifier said.
+    """
+    if len(hello.verifier_id) != 16:
+        raise invalid("verifier_id", "16 bytes", len(hello.verifier_id))
+    if not 1 <= hello.max_concurrency <= MOST_CONCURRENCY:
+        raise invalid("max_concurrency", f"1..{MOST_CONCURRENCY}", hello.max_concurrency)
+    differing = [
+        (name, str(expected), str(actual))
+        for name, expected, actual in (
+            ("protocol_revision", PROTOCOL_REVISION, hello.protocol_revision),
+            ("draft_tokens", config.draft_tokens, hello.draft_tokens),
+            ("tree_nodes", 0, hello.tree_nodes),
+            ("tree_paths", 0, hello.tree_paths),
+        )
+        if expected != actual
+    ]
+    differing += pair.mismatches(geometry, hello.geometry)
+    row_bytes = config.feature_width * config.profile.activation.itemsize
+    round_bytes = hello.max_concurrency * config.width * row_bytes
+    message_limit = min(MESSAGE_LIMIT, hello.max_message_bytes)
+    if round_bytes > message_limit:
+        differing.append(("max_message_bytes", f"at least {round_bytes}", str(message_limit)))
+    if differing:
+        raise FaultError(
+            "MODEL_MISMATCH",
+            "; ".join(f"{name}: expected {want}, got {got}" for name, want, got in differing),
+            **{f"expected_{name}": want for name, want, _ in differing},
+            **{f"actual_{name}": got for name, _, got in differing},
+        )
+
+
+def draining() -> FaultError:
+    """The fault of a drafter that is about to stop."""
+    return FaultError("DRAINING", "drafter: expected a serving one, it is stopping")
