@@ -139,3 +139,32 @@ def load_target(
         config, lanes=lanes, max_context=max_context, width=width, dtype=dtype, page_size=page_size
     )
     return Target(config, load_weights(facts, config, dtype=dtype), state, taps)
+
+
+@dataclass(frozen=True)
+class OracleRun:
+    """One uncached pass over a sequence."""
+
+    logits: torch.Tensor  # [T, V]
+    residuals: torch.Tensor  # [layers, T, H] after each block, before the final norm
+
+    def features(self, taps: tuple[int, ...]) -> torch.Tensor:
+        """[T, taps*H]."""
+        return torch.cat([self.residuals[block] for block in taps], dim=-1)
+
+
+def run_oracle(oracle: torch.nn.Module, token_ids: torch.Tensor) -> OracleRun:
+    """Logits and residuals [T]; the last residual too, which hidden_states shows normed only."""
+    residuals: list[torch.Tensor] = []
+
+    def keep(_module: object, _inputs: object, output: torch.Tensor | tuple) -> None:
+        residuals.append(
+            (output[0] if isinstance(output, tuple) else output).view(len(token_ids), -1)
+        )
+
+    hooks = [layer.register_forward_hook(keep) for layer in oracle.model.layers]
+    with torch.inference_mode():
+        logits = oracle(token_ids.unsqueeze(0), use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return OracleRun(logits, torch.stack(residuals))

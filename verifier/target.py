@@ -66,6 +66,9 @@ class Target:
         weights: what to multiply with.
         state: what it remembers; sized for the same config.
         target_layer_ids: zero-based blocks whose residuals are the features, in this order.
+
+    Raises:
+        ValueError: no tapped block, or one that the target does not have.
     """
 
     def __init__(
@@ -75,6 +78,12 @@ class Target:
         state: TargetState,
         target_layer_ids: Sequence[int],
     ) -> None:
+        blocks = range(config.layer_count)
+        if not target_layer_ids or not all(block in blocks for block in target_layer_ids):
+            raise ValueError(
+                f"target_layer_ids: expected block ids in 0..{config.layer_count - 1}, "
+                f"got {list(target_layer_ids)}"
+            )
         self.config = config
         self.weights = weights
         self.state = state
@@ -182,11 +191,13 @@ class Target:
         """out_proj(rms(delta_rule(conv(qkv), a, b)) * SiLU(z)), value head by value head."""
         config = self.config
         heads, value_dim = config.gdn_value_head_count, config.gdn_value_dim
-        qkv, z, a, b = linear(normed, gdn.projection).split(
-            [config.conv_channels, config.gdn_value_width, heads, heads], dim=-1
+        qkv, z, a, b = torch.split(
+            linear(normed, gdn.projection),
+            [config.conv_channels, config.gdn_value_width, heads, heads],
+            dim=-1,
         )
         mixed = self._delta_rule(gdn, layer, span, qkv, a, b)
-        gate = z.unflatten(-1, (heads, value_dim))
+        gate = torch.unflatten(z, -1, (heads, value_dim))
         return linear(gated_rms_norm(mixed, gate, gdn.norm, config.norm_eps).flatten(2), gdn.output)
 
     def _delta_rule(
@@ -210,9 +221,11 @@ class Target:
         queries = config.head_count * config.head_dim
         key_values = config.key_value_head_count * config.head_dim
         query, gate, key, value = (
-            part.unflatten(-1, (-1, config.head_dim))
-            for part in linear(normed, attention.projection).split(
-                [queries, queries, key_values, key_values], dim=-1
+            torch.unflatten(part, -1, (-1, config.head_dim))
+            for part in torch.split(
+                linear(normed, attention.projection),
+                [queries, queries, key_values, key_values],
+                dim=-1,
             )
         )
         attended = causal_attention(

@@ -1,0 +1,133 @@
+"""What residents hold, and what the state costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.checkpoint import Checkpoint
+from outrider.pair import TargetFacts
+from tests.tiny_target import TEXT
+from verifier.config import TargetConfig
+from verifier.state import TargetState, state_plan
+
+PAGE = 16
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TargetConfig:
+    text = {**TEXT, "model_type": "qwen3_5_text", "full_attention_interval": 4}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    return TargetConfig.read(TargetFacts.read(Checkpoint(tmp_path)))
+
+
+def make(config: TargetConfig, dtype: torch.dtype = torch.float32) -> TargetState:
+    return TargetState(config, lanes=3, max_context=40, width=8, dtype=dtype, page_size=PAGE)
+
+
+def test_residents_share_nothing(config: TargetConfig):
+    state = make(config)
+    residents = [state.acquire(40) for _ in range(3)]
+    assert all(residents)
+    assert len({r.lane for r in residents if r}) == 3
+    assert len({r.state_slot for r in residents if r}) == 3
+    pages = [page for r in residents if r for page in r.pages]
+    assert len(set(pages)) == len(pages) == 9
+
+
+@pytest.mark.parametrize(("positions", "pages"), [(1, 1), (16, 1), (17, 2), (40, 3)])
+def test_pages_cover_the_positions(config: TargetConfig, positions: int, pages: int):
+    state = make(config)
+    resident = state.acquire(positions)
+    assert resident is not None
+    assert len(resident.pages) == pages
+    assert state.page_tables[resident.lane, :pages].tolist() == list(resident.pages)
+
+
+@pytest.mark.parametrize("positions", [0, -1, 41])
+def test_positions_that_no_resident_may_have_are_refused(config: TargetConfig, positions: int):
+    with pytest.raises(ValueError, match=rf"position_count: expected 1\.\.40, got {positions}"):
+        make(config).acquire(positions)
+
+
+def test_a_full_state_takes_nobody_until_one_leaves(config: TargetConfig):
+    state = make(config)
+    residents = [state.acquire(1) for _ in range(3)]
+    assert state.acquire(1) is None
+    assert residents[1] is not None
+    state.release(residents[1])
+    again = state.acquire(40)
+    assert again is not None
+    assert state.acquire(1) is None
+
+
+def test_a_refused_resident_takes_nothing(config: TargetConfig):
+    state = make(config)
+    state._free_pages[:] = state._free_pages[:2]
+    assert state.acquire(40) is None
+    first, second = state.acquire(16), state.acquire(16)
+    assert first is not None
+    assert second is not None
+    assert state.acquire(1) is None, "a lane is free, pages are not"
+
+
+def test_release_is_idempotent(config: TargetConfig):
+    state = make(config)
+    gone = state.acquire(40)
+    assert gone is not None
+    state.release(gone)
+    heir = state.acquire(40)
+    assert heir is not None
+    assert heir.lane == gone.lane
+    state.release(gone)
+    assert state.holds(heir)
+    assert not state.holds(gone)
+    others = [state.acquire(40), state.acquire(40)]
+    held = [heir, *others]
+    assert len({page for r in held if r for page in r.pages}) == 9
+
+
+def test_a_new_resident_starts_from_nothing(config: TargetConfig):
+    state = make(config)
+    resident = state.acquire(40)
+    assert resident is not None
+    state.gdn.fill_(torch.nan)
+    state.conv_history.fill_(torch.nan)
+    state.release(resident)
+    heir = state.acquire(40)
+    assert heir is not None
+    assert not state.gdn[:, heir.state_slot].any()
+    assert not state.conv_history[:, heir.state_slot].any()
+    other = 1 if heir.state_slot != 1 else 2
+    assert state.gdn[:, other].isnan().all(), "the slots of others are left alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_plan_is_what_is_allocated(config: TargetConfig, dtype: torch.dtype):
+    state = make(config, dtype)
+    tensors = [state.key_pages, state.value_pages, state.gdn, state.conv_history]
+    tensors += [state.continuation, *state.records]
+    assert sum(size for _, size in state.plan()) == sum(t.nbytes for t in tensors)
+    sizes = {"lanes": 3, "max_context": 40, "width": 8, "dtype": dtype, "page_size": PAGE}
+    assert state_plan(config, **sizes) == state.plan()
+    assert dict(state.plan())["GDN states"] == 3 * 3 * 4 * 16 * 16 * 4
+
+
+def test_the_profiles_keep_their_element_types(config: TargetConfig):
+    wide, narrow = make(config), make(config, torch.bfloat16)
+    assert wide.key_pages.dtype == wide.value_pages.dtype == torch.float32
+    assert narrow.key_pages.dtype == narrow.records.key.dtype == torch.bfloat16
+    assert narrow.value_pages.dtype == torch.float16
+    assert narrow.gdn.dtype == narrow.records.gate.dtype == torch.float32
+
+
+def test_a_record_view_shares_the_records_memory(config: TargetConfig):
+    state = make(config)
+    view = state.record_view(2, 5)
+    view.key.fill_(3.0)
+    assert (state.records.key[:, :2, :5] == 3.0).all()
+    assert not state.records.key[:, 2].any()
+    assert not state.records.key[:, :, 5:].any()
