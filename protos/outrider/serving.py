@@ -386,42 +386,47 @@ class Termination:
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    # a signal that lands just before the main thread blocks would wake it only when it next runs,
+    # so it never blocks for long
+    POLL = 0.2  # seconds
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._event = threading.Event()
-        self._listeners: list[Callable[[], None]] = []
         for number in self.SIGNALS:
             signal.signal(number, self._received)
         follow_supervisor()
 
-    def _received(self, number: int, frame: FrameType | None) -> None:
+    def _received(self, number: int, frame: FrameType | None = None) -> None:
         self.signal = number
         for each in self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-        self._event.set()
-        for listener in self._listeners:
-            listener()
 
     @property
     def requested(self) -> bool:
         """Whether a signal came."""
-        return self._event.is_set()
+        return self.signal is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until a signal, or `timeout` seconds; says whether one came."""
-        return self._event.wait(timeout)
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.requested and time.monotonic() < end:
+            time.sleep(min(self.POLL, max(0.0, end - time.monotonic())))
+        return self.requested
 
     async def wait_async(self) -> None:
         """Returns when a signal came; for an asyncio server's loop in the main thread."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
-        def wake() -> None:
-            loop.call_soon_threadsafe(woken.set)
+        def received(number: int) -> None:
+            for each in self.SIGNALS:
+                loop.remove_signal_handler(each)
+            self._received(number)
+            woken.set()
 
-        self._listeners.append(wake)
-        if not self.requested:
+        for number in self.SIGNALS:
+            loop.add_signal_handler(number, received, number)
+        if not self.requested:  # it may have come before the loop took over
             await woken.wait()
 
 

@@ -100,11 +100,18 @@ def require_serve_extra() -> None:
     Raises:
         VerbError: With the command that installs it.
     """
-    missing = [name for name in SERVE_MODULES if importlib.util.find_spec(name) is None]
+    missing = [name for name in SERVE_MODULES if not _installed(name)]
     if missing:
         raise VerbError(
             f"running the services needs {', '.join(missing)}: pip install 'outrider[serve]'", USAGE
         )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def _verb(words: list[str]) -> tuple[str, list[str]]:

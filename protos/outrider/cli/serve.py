@@ -31,6 +31,10 @@ LONGEST_BACK_OFF = 30.0
 STEADY_AFTER = 60.0
 # how long a service may take beyond its drain before it is killed
 STOP_GRACE = 10.0
+# the same for one that still loads, and so has nothing to drain
+UNREADY_GRACE = 1.0
+# how often signals and restarts are looked at
+POLL = 0.2
 # how long a fresh pair may take to find each other
 LINK_TIMEOUT = 10.0
 
@@ -139,7 +143,7 @@ class _Child:
         self._events = events
         # a group of its own, so that Ctrl-C reaches the supervisor alone, which drains in order
         self.process = subprocess.Popen(
-            [sys.executable, "-m", name, *arguments],
+            [sys.executable, "-P", "-m", name, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -221,7 +225,9 @@ class Services:
         try:
             self._start_drafter()
             while not (self._address and self._drafter and self._drafter.ready):
-                event = self._events.get()
+                event = self._next_event()
+                if event is None:
+                    continue
                 if isinstance(event, _EndAskedEvent):
                     raise EndAsked
                 if isinstance(event, _Ended):
@@ -241,11 +247,11 @@ class Services:
     def supervise(self) -> int:
         """Restarts a dead drafter until a signal (0) or the verifier's end (its exit code)."""
         while True:
-            try:
-                event = self._events.get(timeout=self._until_restart())
-            except queue.Empty:
+            event = self._next_event()
+            if self._restart_at is not None and time.monotonic() >= self._restart_at:
                 self._restart_at = None
                 self._start_drafter()
+            if event is None:
                 continue
             if isinstance(event, _EndAskedEvent):
                 return 0
@@ -260,9 +266,9 @@ class Services:
     def stop(self) -> None:
         """Drains the verifier, then stops the drafter; whatever happens, neither is left."""
         try:
-            for child, grace in ((self._verifier, self._drain), (self._drafter, 0.0)):
+            for child, drain in ((self._verifier, self._drain), (self._drafter, 0.0)):
                 if child is not None:
-                    child.stop(grace + STOP_GRACE)
+                    child.stop(drain + STOP_GRACE if child.ready else UNREADY_GRACE)
         finally:
             for child in self._children():
                 child.kill()
@@ -284,10 +290,13 @@ class Services:
         self._restart_at = time.monotonic() + self._back_off
         self._back_off = min(2 * self._back_off, LONGEST_BACK_OFF)
 
-    def _until_restart(self) -> float | None:
-        if self._restart_at is None:
+    def _next_event(self) -> _Event | None:
+        """The next event, or None when there was none for a while."""
+        try:
+            # never for long: a signal that lands just before this blocks does not wake it
+            return self._events.get(timeout=POLL)
+        except queue.Empty:
             return None
-        return max(0.0, self._restart_at - time.monotonic())
 
     def _heard(self, line: _Line) -> None:
         """Acts on one line of a child's standard output."""

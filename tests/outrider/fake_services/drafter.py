@@ -1,0 +1,5 @@
+"""Stands in for the drafter."""
+
+import fake_service
+
+fake_service.main("drafter")

@@ -1,0 +1,5 @@
+"""Stands in for the verifier."""
+
+import fake_service
+
+fake_service.main("verifier")
