@@ -288,7 +288,7 @@ class LoadingProgress:
         return self
 
     def update(self, done: int, total: int) -> None:
-        """Says that `done` of `total` bytes are loaded."""
+        """Says that `done` of `total` is loaded, in whole units of any kind."""
         if self._display is not None:
             self._display.update(self._label, done, total)
         elif done >= total or time.monotonic() - self._told > 0.1:
@@ -310,13 +310,13 @@ class ProgressBars:
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         self._tasks: dict[str, Any] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(binary_units=True),
+            TaskProgressColumn(),
             console=Console(file=stream),
             transient=True,
         )
@@ -341,13 +341,15 @@ class ProgressLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._due: dict[str, float] = {}
-        self._first = time.monotonic() + self.INTERVAL
+        self._told: set[str] = set()
 
     def update(self, label: str, done: int, total: int) -> None:
         """Prints where a label stands, if it is time to."""
         now = time.monotonic()
-        if now >= self._due.get(label, self._first) or (done >= total and label in self._due):
+        due = self._due.setdefault(label, now + self.INTERVAL)
+        if now >= due or (done >= total and label in self._told):
             self._due[label] = now + self.INTERVAL
+            self._told.add(label)
             print(progress_line(label, done, total), file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -360,9 +362,8 @@ def progress_display(stream: TextIO) -> ProgressBars | ProgressLines:
 
 
 def progress_line(label: str, done: int, total: int) -> str:
-    """One plain line of progress, in MiB."""
-    mebibyte = 1024 * 1024
-    return f"loading {label}: {done / mebibyte:.0f} of {total / mebibyte:.0f} MiB"
+    """One plain line of progress."""
+    return f"loading {label}: {done / total if total else 1:.0%}"
 
 
 def supervised() -> bool:

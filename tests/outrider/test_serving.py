@@ -409,18 +409,17 @@ def test_progress_that_is_quick_prints_nothing_and_slow_progress_prints_lines(mo
     clock = [100.0]
     monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
-    mebibyte = 1024 * 1024
     with serving.LoadingProgress("target", stream) as progress:
-        progress.update(5 * mebibyte, 10 * mebibyte)
-        assert stream.getvalue() == ""
+        progress.update(0, 10)
+        progress.update(10, 10)
+    assert stream.getvalue() == ""
+    with serving.LoadingProgress("target", stream) as progress:
+        progress.update(5, 10)
         clock[0] += 2.5
-        progress.update(8 * mebibyte, 10 * mebibyte)
-        progress.update(9 * mebibyte, 10 * mebibyte)
-        progress.update(10 * mebibyte, 10 * mebibyte)
-    assert stream.getvalue().splitlines() == [
-        "loading target: 8 of 10 MiB",
-        "loading target: 10 of 10 MiB",
-    ]
+        progress.update(8, 10)
+        progress.update(9, 10)
+        progress.update(10, 10)
+    assert stream.getvalue().splitlines() == ["loading target: 80%", "loading target: 100%"]
 
 
 def test_a_supervised_child_reports_progress_and_addresses_on_standard_output():

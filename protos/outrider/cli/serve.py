@@ -327,7 +327,8 @@ class Services:
     def _show_progress(self, child: _Child, rest: str) -> None:
         done, total, label = rest.split(" ", 2)
         if self._progress is not None:
-            self._progress.update(f"{child.name}: {label}", int(done), int(total))
+            name = label if label == child.name else f"{child.name} {label}"
+            self._progress.update(name, int(done), int(total))
 
     def _await_link(self, address: str) -> None:
         """Waits until the pair drafts; a pair that does not is served all the same, and said."""
