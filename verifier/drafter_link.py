@@ -53,6 +53,7 @@ class Context:
     unsent: deque[torch.Tensor] = field(default_factory=deque)
     unsent_rows: int = 0
     retry_at_ns: int = 0  # not opened again before this time
+    out_of_range: bool = False  # its frontier passed the drafter's max context
 
     def take(self, row_count: int) -> torch.Tensor | None:
         """Removes the oldest ``row_count`` unsent rows, [row_count, taps * H]; None for 0."""
@@ -231,12 +232,20 @@ class DrafterLink:
         """Opens ``context`` if it is not, where the features that still come begin.
 
         A draft of local layers alone needs nothing before prompt_end - S, so a long prompt sends S
-        rows; with a full layer every row that will exist is wanted.
+        rows; with a full layer every row that will exist is wanted. Beyond the drafter's range the
+        context is given back: that sequence drafts no more.
         """
-        if context.is_open or not self.connected or time.monotonic_ns() < context.retry_at_ns:
+        if not self.connected or time.monotonic_ns() < context.retry_at_ns:
             return
-        first = max(frontier, prompt_end - self._window) if self._all_local else frontier
-        self._open(context, first)
+        if not self.drafts_at(max(frontier, prompt_end)):
+            if not context.out_of_range:
+                context.out_of_range = True
+                self.counters["sequences_out_of_range"] += 1
+                self._give_back(context)
+            return
+        if not context.is_open:
+            first = max(frontier, prompt_end - self._window) if self._all_local else frontier
+            self._open(context, first)
 
     def _open(self, context: Context, first: int) -> None:
         assert self._stream is not None
@@ -272,9 +281,12 @@ class DrafterLink:
 
     def release(self, context: Context) -> None:
         """Frees the drafter's half. Idempotent."""
-        if self._contexts.pop(context.sequence_id, None) is None:
-            return
-        if context.is_open and self._stream is not None:
+        if self._contexts.pop(context.sequence_id, None) is not None:
+            self._give_back(context)
+
+    def _give_back(self, context: Context) -> None:
+        # also when a fault closed it: the drafter may still hold what it could not extend
+        if context.epoch and self._stream is not None:
             self._stream.send(
                 release=wire.Release(sequence_id=context.sequence_id, epoch=context.epoch)
             )
@@ -488,6 +500,7 @@ class DrafterLink:
             return
         self._stream = stream
         self._drafter_max_context = welcome.max_context
+        self._round_index = 0  # it counts within a stream
         self._unanswered_round = None
         self._unanswered_features = self._features_since_round = 0
         self.state, self.detail = "connected", ""
