@@ -18,7 +18,7 @@ import torch
 from outrider.faults import FaultError
 from verifier.drafter_link import DrafterLink
 from verifier.preview import OutputSession
-from verifier.request import FinishReason, Request, Sink, Usage
+from verifier.request import Request, Sink, Usage
 from verifier.rounds import Rounds
 from verifier.sequence import Sequence, Ticket
 from verifier.state import TargetState
@@ -46,7 +46,8 @@ class Engine:
         rounds: The story to run.
         state: The target's memory, for admission.
         text: Tokenizer, for the output sessions.
-        max_queue: Samples that may wait.
+        lanes: B, samples that run at once.
+        max_queue: Samples that may wait beside them.
         queue_timeout_ns: Longest wait for admission.
     """
 
@@ -56,6 +57,7 @@ class Engine:
         state: TargetState,
         text: Text,
         *,
+        lanes: int,
         max_queue: int,
         queue_timeout_ns: int,
     ) -> None:
@@ -63,7 +65,7 @@ class Engine:
         self._link: DrafterLink = rounds.link
         self._state = state
         self._text = text
-        self._max_queue = max_queue
+        self._most_live = lanes + max_queue
         self._queue_timeout_ns = queue_timeout_ns
         self._lock = threading.Lock()
         self._waiting: deque[Ticket] = deque()
@@ -103,13 +105,14 @@ class Engine:
                     f"request_id: expected one that is not running, got {taken!r}",
                     request_id=taken,
                 )
-            if len(self._waiting) + len(tickets) > self._max_queue:
+            most = self._most_live
+            if len(self._live) + len(tickets) > most:
                 raise FaultError(
                     "QUEUE_FULL",
-                    f"queue: expected at most {self._max_queue} waiting samples, "
-                    f"got {len(self._waiting)} and {len(tickets)} more",
-                    max_queue=self._max_queue,
-                    waiting=len(self._waiting),
+                    f"queue: expected at most {most} samples running and waiting, "
+                    f"got {len(self._live)} and {len(tickets)} more",
+                    expected=most,
+                    actual=len(self._live) + len(tickets),
                     retry_after_ms=1000,
                 )
             self._waiting.extend(tickets)
@@ -183,18 +186,28 @@ class Engine:
         self._link.poll()
         self._drop_cancelled()
         self._admit()
-        prefilling = next((s for s in self._resident if not s.prefilled), None)
-        if prefilling is not None:
-            # to the back of the line: prompts take turns, chunk by chunk
-            self._resident.remove(prefilling)
-            self._resident.append(prefilling)
-            self._run([prefilling], "prefill")
+        prefilled = self._prefill()
         decoding = [s for s in self._resident if s.prefilled]
         self._link.pump(drafting=any(self._drafts(s) for s in decoding))
         ready = [s for s in decoding if not self._must_wait(s)]
         if ready:
             self._run(ready, "round")
-        return prefilling is not None or bool(ready)
+        return prefilled or bool(ready)
+
+    def _prefill(self) -> bool:
+        """At most one chunk's worth of prompt tokens; False when no prompt waits for any."""
+        budget = self._rounds.chunk
+        while budget > 0:
+            prefilling = next((s for s in self._resident if not s.prefilled), None)
+            if prefilling is None:
+                break
+            first = prefilling.frontier
+            # to the back of the line: prompts take turns, chunk by chunk
+            self._resident.remove(prefilling)
+            self._resident.append(prefilling)
+            self._run([prefilling], "prefill")
+            budget -= max(1, prefilling.frontier - first)
+        return budget < self._rounds.chunk
 
     def _drafts(self, sequence: Sequence) -> bool:
         context = sequence.context

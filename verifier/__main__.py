@@ -1,0 +1,312 @@
+"""Starts a verifier: `python -m verifier --listen ADDRESS --drafter ADDRESS`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+import outrider
+from outrider import pair, serving
+from outrider.checkpoint import Checkpoint
+from outrider.pair import DraftFacts, TargetFacts
+from outrider.v1 import draft_service_pb2 as wire
+from verifier.acceptance import SamplingTables
+from verifier.config import TargetConfig
+from verifier.drafter_link import DrafterLink
+from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
+from verifier.rounds import Rounds
+from verifier.scheduler import Engine
+from verifier.service import Backend, GenerationService, ModelFacts, ServerFacts, build_server
+from verifier.state import TargetState, state_plan
+from verifier.target import Target
+from verifier.text import Text
+from verifier.weights import load_weights, weight_plan
+
+log = structlog.get_logger("outrider.verifier")
+
+PROFILES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CLOSE_GRACE_S = 1.0
+
+R = TypeVar("R")
+
+
+class Running:
+    """A verifier that serves: an asyncio server on a thread of its own, and the engine.
+
+    Attributes:
+        address: Where it listens, with the real port.
+        engine: The engine, for status and tests.
+    """
+
+    def __init__(self, options: VerifierOptions) -> None:
+        self._options = options
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
+        self._thread.start()
+        self._service = GenerationService()
+        self._stopped = threading.Event()
+        self._server: Any = None
+        self.engine: Engine | None = None
+        try:
+            self.address = self._call(self._listen())
+        except BaseException:
+            self._close_loop()
+            raise
+
+    async def _listen(self) -> str:
+        self._server = build_server(self._service)
+        address = serving.bind(self._server, self._options.listen)
+        await self._server.start()
+        return address
+
+    def open(self, engine: Engine, backend: Backend) -> None:
+        """Begins to answer; until then calls get LOADING and health says NOT_SERVING."""
+        self.engine = engine
+        engine.start()
+
+        async def opened() -> None:
+            self._service.open(backend)
+
+        self._call(opened())
+
+    def stop(self, grace: float | None = None) -> None:
+        """Drains: no new requests, running ones may finish within ``grace`` seconds. Idempotent."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        grace = self._options.drain_timeout_s if grace is None else grace
+
+        async def close_health() -> None:
+            self._service.close()
+
+        self._call(close_health())
+        if self.engine is not None:
+            self.engine.drain(grace)
+            self.engine.stop()
+        self._call(self._server.stop(CLOSE_GRACE_S))
+        self._close_loop()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until it has stopped, or for ``timeout`` seconds."""
+        self._stopped.wait(timeout)
+
+    def _call(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _close_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._loop.is_running():
+            self._loop.close()
+
+
+def start(options: VerifierOptions) -> Running:
+    """Checks the pair, listens, loads, and serves when it returns.
+
+    Raises:
+        CheckpointError: A folder that cannot be used, naming what is wrong with it.
+        OptionError: An option out of range, or a plan that does not fit.
+        AddressError: The address is taken.
+    """
+    with Checkpoint(options.target) as checkpoint:
+        target = TargetFacts.read(checkpoint)
+        config = TargetConfig.read(target)
+        with Checkpoint(options.draft) as draft_checkpoint:
+            draft = DraftFacts.load(
+                draft_checkpoint, target, causal_local_layers=options.causal_local_layers
+            )
+        plan = Plan(options, config, target, draft)
+        running = Running(options)
+        try:
+            engine, backend = plan.build(checkpoint, running)
+        except BaseException:
+            running.stop(0)
+            raise
+    running.open(engine, backend)
+    log.info("verifier_ready", address=running.address, **plan.summary())
+    return running
+
+
+class Plan:
+    """What will be allocated and served, decided before anything is.
+
+    Raises:
+        OptionError: K, context or message size that the pair cannot serve.
+    """
+
+    def __init__(
+        self,
+        options: VerifierOptions,
+        config: TargetConfig,
+        target: TargetFacts,
+        draft: DraftFacts,
+    ) -> None:
+        self.options, self.config, self.target, self.draft = options, config, target, draft
+        self.dtype = PROFILES[options.dtype]
+        self.draft_tokens = draft.draft_tokens(options.draft_tokens)
+        self.width = self.draft_tokens + 1
+        longest = min(config.max_position, DEFAULT_CONTEXT[options.device.type])
+        self.max_context = longest if options.max_context is None else options.max_context
+        if not self.width <= self.max_context <= config.max_position:
+            raise OptionError(
+                f"--max-context: expected {self.width} to {config.max_position}, "
+                f"got {self.max_context}"
+            )
+        self.row_bytes = len(draft.target_layer_ids) * config.hidden_size * self.dtype.itemsize
+        round_bytes = options.max_concurrency * self.width * self.row_bytes
+        if round_bytes >= serving.MESSAGE_LIMIT:
+            raise OptionError(
+                f"a round's features: expected less than the message limit of "
+                f"{serving.MESSAGE_LIMIT} bytes, got {options.max_concurrency} x {self.width} x "
+                f"{self.row_bytes} = {round_bytes}"
+            )
+
+    def build(self, checkpoint: Checkpoint, running: Running) -> tuple[Engine, Backend]:
+        """Loads weights, allocates state and wires the engine."""
+        options, config = self.options, self.config
+        with serving.LoadingProgress("target") as progress:
+            weights = load_weights(
+                self.target,
+                config,
+                dtype=self.dtype,
+                device=options.device,
+                progress=progress.update,
+            )
+        state = TargetState(
+            config,
+            lanes=options.max_concurrency,
+            max_context=self.max_context,
+            width=self.width,
+            dtype=self.dtype,
+            device=options.device,
+        )
+        tables = SamplingTables(
+            options.max_concurrency, config.vocab_size, config.public_vocab, options.device
+        )
+        text = Text.load(checkpoint)
+        link = DrafterLink(
+            options.drafter,
+            self.hello(),
+            window=self.draft.window,
+            all_local=self.draft.full_layer_count == 0,
+            timeout_ns=options.draft_timeout_ms * 1_000_000,
+            backlog_rows=self.backlog_rows(),
+            on_event=lambda: engine.wake(),
+        )
+        rounds = Rounds(
+            Target(config, weights, state, self.draft.target_layer_ids),
+            tables,
+            link,
+            draft_tokens=self.draft_tokens,
+            max_context=self.max_context,
+            chunk=options.prefill_chunk,
+        )
+        engine = Engine(
+            rounds,
+            state,
+            text,
+            lanes=options.max_concurrency,
+            max_queue=options.max_queue,
+            queue_timeout_ns=options.queue_timeout_ms * 1_000_000,
+        )
+        backend = Backend.of(
+            engine,
+            text,
+            self.model_facts(),
+            ServerFacts(
+                options.max_concurrency, options.max_queue, str(options.device), options.dtype
+            ),
+            generation_config=checkpoint.generation_config if options.model_defaults else None,
+        )
+        return engine, backend
+
+    def hello(self) -> wire.Hello:
+        """The first message of every stream to the drafter."""
+        return wire.Hello(
+            protocol_revision=outrider.PROTOCOL_REVISION,
+            verifier_id=uuid.uuid4().bytes,
+            max_concurrency=self.options.max_concurrency,
+            draft_tokens=self.draft_tokens,
+            checkpoint_slots=self.options.checkpoint_slots,
+            geometry=pair.geometry(self.target, self.draft, self.options.dtype),
+            max_context=self.max_context,
+            max_message_bytes=serving.MESSAGE_LIMIT,
+        )
+
+    def backlog_rows(self) -> int:
+        """Unsent feature rows that one sequence may hold: its share of the backlog memory."""
+        if self.options.feature_backlog_mib is None:
+            # a chunk's rows arrive at once, before any of them can be sent
+            return max(self.draft.window, self.options.prefill_chunk, self.width)
+        share = (self.options.feature_backlog_mib << 20) // self.options.max_concurrency
+        rows = share // self.row_bytes
+        if rows < self.width:
+            raise OptionError(
+                f"--feature-backlog-mib: expected room for {self.width} rows of "
+                f"{self.row_bytes} bytes for each of {self.options.max_concurrency} sequences, "
+                f"got {rows}"
+            )
+        return rows
+
+    def model_facts(self) -> ModelFacts:
+        """What GetModelInfo tells."""
+        return ModelFacts(
+            model_name=self.options.model_name or self.options.target.resolve().name,
+            architecture=self.target.architecture,
+            vocab_size=self.config.vocab_size,
+            public_vocab=self.config.public_vocab,
+            max_context=self.max_context,
+            eos_token_ids=self.config.stop_ids,
+            layer_count=self.config.layer_count,
+            hidden_size=self.config.hidden_size,
+            draft_format=self.draft.format,
+            draft_tokens=self.draft_tokens,
+            target_layer_ids=self.draft.target_layer_ids,
+        )
+
+    def summary(self) -> dict[str, object]:
+        """The plan for the log, sizes in MiB."""
+        state = state_plan(
+            self.config,
+            lanes=self.options.max_concurrency,
+            max_context=self.max_context,
+            width=self.width,
+            dtype=self.dtype,
+        )
+        weights = weight_plan(self.target, self.config, self.dtype)
+        return {
+            "device": str(self.options.device),
+            "dtype": self.options.dtype,
+            "draft_format": self.draft.format,
+            "draft_tokens": self.draft_tokens,
+            "max_concurrency": self.options.max_concurrency,
+            "max_context": self.max_context,
+            "mib": {what: round(size / 2**20, 1) for what, size in [*weights, *state]},
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal, then drains. Prints `ready ADDRESS` when it serves."""
+    termination = serving.Termination()
+    try:
+        options = parse(argv)
+        torch.set_num_threads(1 if options.device.type == "cpu" else torch.get_num_threads())
+        running = start(options)
+    except ValueError as error:
+        print(f"verifier: {error}", file=sys.stderr)
+        return 2
+    serving.announce_ready(running.address)
+    termination.wait()
+    running.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
