@@ -13,7 +13,7 @@ import grpc
 import structlog
 import torch
 
-from drafter.config import DraftConfig, DrafterOptions
+from drafter.config import DraftConfig, DrafterOptions, choose_device
 from drafter.context import ContextMemory
 from drafter.model import DraftModel
 from drafter.selector import selector_for
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
     serving.add_pair_arguments(parser)
     serving.add_drafter_arguments(parser)
     flags = parser.parse_args(argv)
-    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(choose_device(flags.device))
     options = DrafterOptions(
         target=Path(flags.target) if flags.target else None,
         draft=Path(flags.draft) if flags.draft else None,
@@ -151,10 +151,14 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal, then drains. Prints `ready ADDRESS` when it serves."""
-    options, log_level = parse(argv)
-    serving.configure_logs(log_level)
     termination = serving.Termination()
     try:
+        options, log_level = parse(argv)
+        serving.configure_logs(log_level)
+        if options.device == "cpu":
+            # verifier and drafter take turns on one host; idle threads of one would spin on the
+            # cores of the other
+            torch.set_num_threads(1)
         running = start(options)
     except ValueError as error:
         print(f"drafter: {error}", file=sys.stderr)

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import structlog
 import torch
 
 from drafter.context import PAGE_SIZE, ContextPlan
 from outrider import pair
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
+
+log = structlog.get_logger("outrider.drafter")
 
 MOST_CONCURRENCY = 8
 FULL_HEAD = "full"
@@ -92,16 +95,21 @@ class DraftConfig:
         # one processed position and a whole block behind it
         least = draft_tokens + 2
         wanted = options.max_context
-        if wanted is not None and not least <= wanted <= longest:
-            raise ValueError(f"max_context: expected {least}..{longest}, got {wanted}")
+        if wanted is not None and not least <= wanted <= target_facts.max_position:
+            raise ValueError(
+                f"max_context: expected {least}..{target_facts.max_position}, got {wanted}"
+            )
+        if wanted is not None and wanted > longest:
+            # the verifier may go on beyond it, without proposals
+            log.warning("max_context_shortened", wanted=wanted, draft_max_position=longest)
         config = cls(
             target=target_facts,
             draft=facts,
             draft_tokens=draft_tokens,
             max_concurrency=options.max_concurrency,
-            max_context=longest if wanted is None else wanted,
+            max_context=longest if wanted is None else min(wanted, longest),
             dtype=options.dtype,
-            device=torch.device(options.device),
+            device=choose_device(options.device),
         )
         return config.fitting_memory(memory_bytes(config.device), least, wanted is None)
 
@@ -160,6 +168,25 @@ class DraftConfig:
             key_dtype=self.profile.key,
             value_dtype=self.profile.value,
         )
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for; CUDA if there is one and none was asked for.
+
+    Raises:
+        ValueError: an unknown device, or one that is not there.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: expected one that is there, got {name!r}")
+    return device
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -200,6 +200,8 @@ OPTIONS = {
         {"max_context": 4097},
         "max_context: expected 9..4096, got 4097",
     ),
+    "another device": ({"device": "tpu"}, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+    "a device that is not there": ({"device": "cuda:99"}, "that is there, got 'cuda:99'"),
     "checkpoints": ({"checkpoint_slots": 2}, "checkpoint_slots: expected 0.*got 2"),
 }
 
@@ -209,6 +211,15 @@ def test_options_out_of_range_are_refused(make_pair, name):
     options, message = OPTIONS[name]
     with pytest.raises(ValueError, match=message):
         read(make_pair("dflash", "lf", is_causal=False), **options)
+
+
+def test_a_context_beyond_the_drafts_own_is_shortened(make_pair, tmp_path):
+    """The verifier goes on without proposals from there."""
+    pair = make_pair("dflash", "lf", is_causal=False)
+    draft = edited(pair, tmp_path, max_position_embeddings=256)
+    assert read(pair, draft=draft).max_context == 256
+    assert read(pair, draft=draft, max_context=1000).max_context == 256
+    assert read(pair, draft=draft, max_context=100).max_context == 100
 
 
 def test_a_block_narrower_than_the_convolution_is_refused(make_pair):

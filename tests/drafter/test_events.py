@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,3 +300,47 @@ def test_an_arbitrary_message_is_answered_or_refused_and_leaks_nothing(drafting,
     finally:
         rounds.close()
     assert drafting.memory.free_count == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_format", ["dflash", "dflash2"])
+def test_twenty_thousand_sampled_rounds_grow_nothing(make_pair, load, features, draft_format):
+    """Eight sequences, K = 15, temperature 1, contexts opened anew as they reach their end."""
+    loaded = load(
+        make_pair(draft_format, "lf", is_causal=False),
+        max_concurrency=8,
+        draft_tokens=15,
+        max_context=512,
+    )
+    counters: Counter[str] = Counter()
+    rounds = DraftRounds(loaded.config, loaded.model, loaded.selector, 8, counters)
+    rows, epochs, frontiers = features(16), [0] * 8, [512] * 8
+    resident = []
+    with torch.inference_mode():
+        for index in range(1, 20_001):
+            event = wire.Round(round_index=index)
+            for sequence_id in range(8):
+                count = (index * 7 + sequence_id * 5) % 16 + 1
+                if frontiers[sequence_id] + count + 16 > 512:
+                    epochs[sequence_id] += 1
+                    frontiers[sequence_id] = 0
+                    opened = wire.Open(sequence_id=sequence_id, epoch=epochs[sequence_id])
+                    assert rounds.apply(wire.DraftRoundsRequest(open=opened)) is None
+                row = event.rows.add(
+                    sequence_id=sequence_id,
+                    epoch=epochs[sequence_id],
+                    first_position=frontiers[sequence_id],
+                    features=tensors.encode(rows[:count]),
+                )
+                frontiers[sequence_id] += count
+                row.proposal.frontier = frontiers[sequence_id]
+                row.proposal.live = (index + sequence_id) % 15 + 1
+                row.proposal.temperature = 1.0
+                row.proposal.seed = index
+            reply = rounds.apply(wire.DraftRoundsRequest(round=event)).round_reply
+            assert all(row.HasField("proposal") for row in reply.rows)
+            if index % 4000 == 0:
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                resident.append(pages * resource.getpagesize())
+    assert counters["proposals"] == 160_000
+    assert resident[-1] - resident[0] < 16 * 2**20, resident
