@@ -32,6 +32,9 @@ def require(
     if dtype is not None and tensor.dtype is not dtype:
         raise ValueError(_message(name, tensor, shape, dtype))
     actual = tensor.shape
+    # most calls name every extent, and ops check on the hot path
+    if actual == shape:
+        return
     wanted = shape
     if wanted and wanted[0] is ...:
         wanted = wanted[1:]

@@ -6,17 +6,20 @@ of rows, layers or columns in a call, everything that reaches the state is eleme
 in separately rounded steps, an exponential, or a sum over a whole dimension of fixed extent; no
 matrix product and no fused multiply-add, whose rounding may follow the shape of the batch.
 
-Grouped heads are kept apart as [..., Hk, G, ...] with G = Hv / Hk, so that a key broadcasts to the
-G value heads it serves.
+Keys are repeated for the value heads they serve before the first column, so that a column costs six
+calls on plain shapes.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NORM_EPS = 1e-6  # inside the root of the query and key norms
 
@@ -24,10 +27,14 @@ NORM_EPS = 1e-6  # inside the root of the query and key norms
 class Columns(NamedTuple):
     """Columns ready for `advance`, FP32; the leading dimensions are the caller's."""
 
-    decay: torch.Tensor  # [..., Hk, G, 1, 1], exp(g)
-    key: torch.Tensor  # [..., Hk, 1, Dk, 1], unit length
-    scaled_key: torch.Tensor  # [..., Hk, G, Dk, 1], beta * key
-    scaled_value: torch.Tensor  # [..., Hk, G, 1, Dv], beta * value
+    decay: torch.Tensor  # [..., Hv, 1, 1], exp(g)
+    key: torch.Tensor  # [..., Hv, Dk, 1], unit length
+    scaled_key: torch.Tensor  # [..., Hv, Dk, 1], beta * key
+    scaled_value: torch.Tensor  # [..., Hv, 1, Dv], beta * value
+
+    def each(self) -> Iterator[Columns]:
+        """The columns one by one; they are dimension 1."""
+        return map(Columns._make, zip(*(plane.unbind(1) for plane in self), strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -68,37 +75,54 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x / square.add_(constant(NORM_EPS, x.device)).sqrt_()
 
 
+def take(slotted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The entries [B, ...] of slotted [slots, ...] at slots int64 [B]; a single one is a view."""
+    if slots.shape[0] == 1:
+        return slotted.narrow(0, int(slots), 1)
+    return slotted.index_select(0, slots)
+
+
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats each head of x [..., Hk, D] for the heads / Hk value heads it serves, in order."""
+    *lead, Hk, D = x.shape
+    if Hk == heads:
+        return x
+    return x.unsqueeze(-2).expand(*lead, Hk, heads // Hk, D).reshape(*lead, heads, D)
+
+
 def columns(
     key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> Columns:
     """Lays normed keys and values out for `advance`.
 
     Args:
-        key: [..., Hk, Dk] FP32 of unit length.
+        key: [..., Hv, Dk] FP32 of unit length.
         value: [..., Hv, Dv] FP32.
         decay: [..., Hv] FP32, exp(g).
         beta: [..., Hv] FP32.
     """
-    heads = key.shape[-2]
-    grouped = (heads, decay.shape[-1] // heads)
-    key = key[..., :, None, :, None]
-    beta = torch.unflatten(beta, -1, grouped)[..., None, None]
+    lead, Dk, Dv = decay.shape, key.shape[-1], value.shape[-1]
+    key = key.view(*lead, Dk, 1)
+    beta = beta.view(*lead, 1, 1)
     return Columns(
-        decay=torch.unflatten(decay, -1, grouped)[..., None, None],
+        decay=decay.view(*lead, 1, 1),
         key=key,
         scaled_key=key * beta,
-        scaled_value=torch.unflatten(value, -2, grouped).unsqueeze(-2) * beta,
+        scaled_value=value.view(*lead, 1, Dv) * beta,
     )
 
 
-def advance(state: torch.Tensor, column: Columns, out: torch.Tensor) -> torch.Tensor:
+def advance(
+    state: torch.Tensor, column: Columns, out: torch.Tensor, scratch: torch.Tensor
+) -> torch.Tensor:
     """Takes a state through one column: M <- exp(g) M, then M <- M + k^ (beta (v - M^T k^))^T.
 
     Args:
-        state: [..., Hk, G, Dk, Dv] FP32, read.
+        state: [..., Hv, Dk, Dv] FP32, read.
         column: one column, its leading dimensions those of state.
         out: written and returned; may be state itself.
+        scratch: shaped as state, overwritten; one for a whole block stays in the cache.
     """
     torch.mul(state, column.decay, out=out)
-    recalled = (out * column.scaled_key).sum(-2, keepdim=True)
-    return out.add_(column.key * (column.scaled_value - recalled))
+    recalled = torch.mul(out, column.scaled_key, out=scratch).sum(-2, keepdim=True)
+    return out.add_(torch.mul(column.key, column.scaled_value - recalled, out=scratch))

@@ -29,18 +29,15 @@ def causal_attention(
     B, W, Hq, D = query.shape
     page = key_pages.shape[1]
     output = query.new_zeros(B, W, Hq * D)
-    rows = list(enumerate(zip(frontiers.tolist(), counts.tolist(), strict=True)))
-    tables = {
-        row: page_tables[row, : -(-(frontier + count) // page)].tolist()
-        for row, (frontier, count) in rows
-        if count
-    }
-    for row, table in tables.items():
-        frontier, count = rows[row][1]
-        _store(key_pages, table, frontier, key[row, :count])
-        _store(value_pages, table, frontier, value[row, :count])
-        keys = _stored(key_pages, table, frontier + count)
-        values = _stored(value_pages, table, frontier + count)
+    for row, (frontier, count) in enumerate(zip(frontiers.tolist(), counts.tolist(), strict=True)):
+        if count == 0:
+            continue
+        table = page_tables[row, : -(-(frontier + count) // page)]
+        physical = table.tolist()
+        _store(key_pages, physical, frontier, key[row, :count])
+        _store(value_pages, physical, frontier, value[row, :count])
+        keys = _stored(key_pages, physical, table)
+        values = _stored(value_pages, physical, table)
         for first in range(0, count, QUERY_COLUMNS):
             end = min(first + QUERY_COLUMNS, count)
             attended = _attend(
@@ -62,13 +59,12 @@ def _store(pages: torch.Tensor, table: list[int], frontier: int, columns: torch.
         first = end
 
 
-def _stored(pages: torch.Tensor, table: list[int], end: int) -> torch.Tensor:
-    """Positions [0, end) of a row as FP32 [end, Hkv, D], without a copy where pages are a run."""
-    if table == list(range(table[0], table[0] + len(table))):
-        run = pages[table[0] : table[0] + len(table)]
-    else:
-        run = pages[torch.tensor(table, device=pages.device)]
-    return run.flatten(0, 1)[:end].float()
+def _stored(pages: torch.Tensor, physical: list[int], table: torch.Tensor) -> torch.Tensor:
+    """A row's pages in order as FP32 [cells, Hkv, D], without a copy where they are one run."""
+    first, count = physical[0], len(physical)
+    if physical == list(range(first, first + count)):
+        return pages[first : first + count].flatten(0, 1).float()
+    return pages.index_select(0, table).flatten(0, 1).float()
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -87,11 +83,11 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
     # the heads that share a key are further columns of one product
     grouped = query.float().view(n, Hkv, Hq // Hkv, D).transpose(0, 1)  # [Hkv, n, G, D]
     scaled = (grouped * constant(D**-0.5, query.device)).reshape(Hkv, -1, D)
-    scores = scaled @ keys.permute(1, 2, 0)  # [Hkv, n*G, positions]
+    scores = torch.bmm(scaled, keys.permute(1, 2, 0))  # [Hkv, n*G, positions]
     if n > 1:
         block = scores.view(Hkv, n, Hq // Hkv, -1)[..., -n:]
         block.masked_fill_(_later(n, query.device), float("-inf"))
-    attended = scores.softmax(-1) @ values.transpose(0, 1)
+    attended = torch.bmm(scores.softmax(-1), values.transpose(0, 1))
     return attended.view(Hkv, n, Hq // Hkv, D).transpose(0, 1).reshape(n, Hq, D)
 
 

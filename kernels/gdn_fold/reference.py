@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.gdn_transition import Columns, advance, columns, unit
+from kernels.gdn_transition import advance, columns, repeat_heads, unit
 
 if TYPE_CHECKING:
     from kernels.gdn_verify import GdnRecord
@@ -25,19 +25,18 @@ def gdn_fold(
     counts: torch.Tensor,
 ) -> None:
     """Advances each row's state and history by its first counts[row] recorded columns."""
-    L, slots, Hv, Dk, Dv = state.shape
-    Hk = records.key.shape[3]
-    grouped = state.view(L, slots, Hk, Hv // Hk, Dk, Dv)
+    Hv = state.shape[2]
+    scratch = torch.empty_like(state[:, 0])
     moves = zip(source_slots.tolist(), destination_slots.tolist(), counts.tolist(), strict=True)
     for row, (source, destination, count) in enumerate(moves):
         if count == 0:
             continue
         g, beta = records.gate[:, row, :count].unbind(-1)
-        key = unit(records.key[:, row, :count].float())
+        key = repeat_heads(unit(records.key[:, row, :count].float()), Hv)
         block = columns(key, records.value[:, row, :count].float(), g.exp(), beta)
-        current, result = grouped[:, source], grouped[:, destination]
-        for column in zip(*(plane.unbind(1) for plane in block), strict=True):
-            current = advance(current, Columns(*column), out=result)
+        current, result = state[:, source], state[:, destination]
+        for column in block.each():
+            current = advance(current, column, result, scratch)
         _slide(conv_history, source, destination, records.conv[:, row, :count])
 
 

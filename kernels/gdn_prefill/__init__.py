@@ -10,8 +10,9 @@ Shapes: C = 2*Hk*Dk + Hv*Dv. projected [T, C], a and b [T, Hv], conv_weight [C, 
     dt_bias [Hv], state FP32 [slots, Hv, Dk, Dv], conv_history [slots, 3, C], slot an int64
     scalar; the result is [T, Hv, Dv].
 Domain: T >= 1, all columns live. A fresh sequence has zeros in its slot.
-Numerics: as `kernels.gdn_verify`, but summed in chunks of 64 columns: equal to column by column up
-    to FP32 rounding, and not bit for bit; neither are two ways of cutting a prompt into calls.
+Numerics: as `kernels.gdn_verify`, but summed in chunks of 64 columns, the sums G kept so that
+    their differences are exact to FP32: equal to column by column up to FP32 rounding, and not bit
+    for bit; neither are two ways of cutting a prompt into calls.
 Effects: writes the slot's state and its history (the last 3 raw columns). Other slots stay.
 """
 

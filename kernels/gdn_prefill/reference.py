@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from kernels.gdn_transition import constant, convolve, gates, unit
+from kernels.gdn_transition import constant, convolve, gates, repeat_heads, unit
 
 CHUNK = 64
 
@@ -28,21 +27,21 @@ def gdn_prefill(
     padded = torch.cat((conv_history[index], projected))
     mixed = convolve(padded, conv_weight)
     split = mixed.shape[-1] - Hv * Dv
-    query_key = unit(mixed[:, :split].float().view(T, 2, -1, Dk))
-    query, key = query_key.unbind(1)
+    query_key = repeat_heads(unit(mixed[:, :split].float().view(T, 2, -1, Dk)), Hv)
     value = mixed[:, split:].float().view(T, Hv, Dv)
     g, beta = gates(a, b, a_log, dt_bias)
-    output, after = chunked_delta_rule(
-        query * constant(Dk**-0.5, state.device), key, value, g, beta, state[index]
-    )
-    state[index] = after
+    output = torch.empty_like(value)
+    current = state[index]
+    for first in range(0, T, CHUNK):
+        part = slice(first, first + CHUNK)
+        output[part], current = _chunk(query_key[part], value[part], g[part], beta[part], current)
+    state[index] = current
     conv_history[index] = padded[-conv_history.shape[1] :]
-    return output.to(projected.dtype)
+    return (output * constant(Dk**-0.5, state.device)).to(projected.dtype)
 
 
-def chunked_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
+def _chunk(
+    query_key: torch.Tensor,
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
@@ -51,58 +50,34 @@ def chunked_delta_rule(
     """The chunk form of the contract, all FP32.
 
     Args:
-        query: [T, Hk, Dk], normed and scaled.
-        key: [T, Hk, Dk], normed.
-        value: [T, Hv, Dv].
-        g: [T, Hv], logarithm of the decay, at most 0.
-        beta: [T, Hv].
-        state: [Hv, Dk, Dv], before the first column.
+        query_key: [n, 2, Hv, Dk], normed queries and normed keys.
+        value: [n, Hv, Dv].
+        g: [n, Hv], logarithm of the decay, at most 0.
+        beta: [n, Hv].
+        state: [Hv, Dk, Dv], M_0.
 
     Returns:
-        Outputs [T, Hv, Dv] and the state after the last column.
+        Outputs [n, Hv, Dv], not yet scaled by Dk^-0.5, and M_next.
     """
-    T, Hk, _ = key.shape
-    Hv, Dk, Dv = state.shape
-    G = Hv // Hk
-    size = min(CHUNK, T)
-    query, key = (_chunks(x, size).unsqueeze(1) for x in (query, key))  # [Hk, 1, chunks, size, Dk]
-    value, beta, g = (
-        torch.unflatten(_chunks(x, size), 0, (Hk, G))
-        for x in (value, beta[..., None], g[..., None])
-    )  # [Hk, G, chunks, size, Dv or 1]
+    n, _, Hv, Dk = query_key.shape
+    Dv = value.shape[-1]
+    # sums of g in FP64: after one strong decay, the differences of later sums would lose their bits
+    total = g.t().double().cumsum(-1)  # [Hv, n]
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp_(max=0.0).float().exp_().tril_()
+    from_start = total.float().exp_()
+    to_end = (total[:, -1:] - total).float().exp_()
+    beta = beta.t().unsqueeze(-1)
 
-    total = g.cumsum(-2)
-    # exp(G_i - G_j) where j <= i, else 0; masked before exp, where it could overflow
-    later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu_(1)
-    between = (total - total.transpose(-1, -2)).masked_fill_(later, float("-inf")).exp_()
-    from_start = total.exp()
-    to_end = (total[..., -1:, :] - total).exp_()
-
-    # (I + A) [X Y] = diag(beta) [V, diag(exp G) K^], so that U = X - Y M_0 for any M_0
-    system = (key @ key.transpose(-1, -2)) * between * beta
-    given = torch.cat((value * beta, key * (beta * from_start)), dim=-1)
-    solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
-    free, bound = solved.split((Dv, Dk), dim=-1)
-    mixing = (query @ key.transpose(-1, -2)) * between
-    reading = query * from_start
-    writing = (key * to_end).transpose(-1, -2)
-    decay = from_start[..., -1:, :]
-
-    current = state.view(Hk, G, Dk, Dv)
-    outputs = torch.empty_like(value)
-    for chunk in range(value.shape[2]):
-        update = free[:, :, chunk] - bound[:, :, chunk] @ current
-        outputs[:, :, chunk] = reading[:, :, chunk] @ current + mixing[:, :, chunk] @ update
-        current = current * decay[:, :, chunk] + writing[:, :, chunk] @ update
-    return outputs.flatten(0, 1).flatten(1, 2)[:, :T].transpose(0, 1), current.flatten(0, 1)
-
-
-def _chunks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Cuts x [T, heads, D] into [heads, chunks, size, D]; zeros fill the last chunk up.
-
-    Zero columns have beta = 0 and g = 0, so they change no state.
-    """
-    missing = -x.shape[0] % size
-    if missing:
-        x = F.pad(x, (0, 0, 0, 0, 0, missing))
-    return torch.unflatten(x.transpose(0, 1), 1, (-1, size))
+    # queries and keys meet the keys, and the state, in one product each
+    pairs = query_key.permute(2, 1, 0, 3).reshape(Hv, 2 * n, Dk)
+    keys = pairs[:, n:]
+    grams = torch.bmm(pairs, keys.transpose(1, 2)).view(Hv, 2, n, n) * between.unsqueeze(1)
+    reads = torch.bmm(pairs, state).view(Hv, 2, n, Dv) * from_start.view(Hv, 1, n, 1)
+    mixing, system = grams[:, 0], grams[:, 1] * beta
+    update = torch.linalg.solve_triangular(
+        system, (value.transpose(0, 1) - reads[:, 1]) * beta, upper=False, unitriangular=True
+    )
+    output = torch.baddbmm(reads[:, 0], mixing, update)
+    written = (keys * to_end.unsqueeze(-1)).transpose(1, 2)
+    following = torch.baddbmm(state * from_start[:, -1].view(Hv, 1, 1), written, update)
+    return output.transpose(0, 1), following

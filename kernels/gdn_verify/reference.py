@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.gdn_transition import Columns, advance, columns, constant, convolve, gates, unit
+from kernels.gdn_transition import (
+    advance,
+    columns,
+    constant,
+    convolve,
+    gates,
+    repeat_heads,
+    take,
+    unit,
+)
 
 if TYPE_CHECKING:
+    from kernels.gdn_transition import Columns
     from kernels.gdn_verify import GdnRecord
 
 
@@ -37,8 +47,7 @@ def gdn_verify(
     if live == 0:
         return projected.new_zeros(B, W, Hv, Dv)
 
-    padded = torch.cat((conv_history.index_select(0, slots), projected), dim=1)
-    mixed = convolve(padded, conv_weight)
+    mixed = convolve(torch.cat((take(conv_history, slots), projected), dim=1), conv_weight)
     split = mixed.shape[-1] - Hv * Dv
     query_key = mixed[..., :split].view(B, live, 2, -1, Dk)
     value = mixed[..., split:].view(B, live, Hv, Dv)
@@ -46,17 +55,17 @@ def gdn_verify(
 
     all_live = min(live_counts) == live
     alive = None if all_live else _alive(counts, live)
+    recorded_g, recorded_beta = record.gate.unbind(-1)
     _write(record.conv, projected, alive)
     _write(record.key, query_key[:, :, 1], alive)
     _write(record.value, value, alive)
-    _write(record.gate, torch.stack((g, beta), dim=-1), alive)
+    _write(recorded_g, g, alive)
+    _write(recorded_beta, beta, alive)
 
-    normed = unit(query_key.float())
-    states = block_states(
-        state.index_select(0, slots), columns(normed[:, :, 1], value.float(), g.exp(), beta)
-    )
-    query = normed[:, :, 0] * constant(Dk**-0.5, state.device)
-    read = (states * query[..., :, None, :, None]).sum(-2).view(B, live, Hv, Dv)
+    query, key = repeat_heads(unit(query_key.float()), Hv).unbind(2)
+    states = block_states(take(state, slots), columns(key, value.float(), g.exp(), beta))
+    scaled_query = (query * constant(Dk**-0.5, state.device)).unsqueeze(-1)
+    read = (states * scaled_query).sum(-2)
     if all_live and live == W:
         return read.to(projected.dtype)
     output = projected.new_zeros(B, W, Hv, Dv)
@@ -72,14 +81,13 @@ def block_states(state: torch.Tensor, block: Columns) -> torch.Tensor:
         block: its columns, leading dimensions [B, W].
 
     Returns:
-        [B, W, Hk, G, Dk, Dv] FP32.
+        [B, W, Hv, Dk, Dv] FP32.
     """
-    B, W, Hk, G = block.decay.shape[:4]
-    states = state.new_empty(B, W, Hk, G, *state.shape[2:])
-    current = state.view(B, Hk, G, *state.shape[2:])
-    parts = (plane.unbind(1) for plane in block)
-    for column, after in zip(zip(*parts, strict=True), states.unbind(1), strict=True):
-        current = advance(current, Columns(*column), out=after)
+    B, W = block.decay.shape[:2]
+    states = state.new_empty(B, W, *state.shape[1:])
+    scratch = torch.empty_like(state)
+    for column, after in zip(block.each(), states.unbind(1), strict=True):
+        state = advance(state, column, after, scratch)
     return states
 
 

@@ -34,7 +34,7 @@ def moe(
             first = end
     shared = linear(swiglu(linear(x, shared_gate_up)), shared_down)
     openness = linear(x, shared_gate).float().sigmoid()
-    mixed = (routed.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    mixed = (routed.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
     return mixed.add_(openness * shared.float()).to(x.dtype)
 
 
