@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--fit", action="store_true", help="plan no more steps than the minutes allow"
     )
+    parser.add_argument("--refine", action="store_true", help="go on from the exported draft")
     parser.add_argument("--batch", type=int, help="windows (target) or sequences (drafts) a step")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="continuations to write")
     parser.add_argument("--seed", type=int, default=SEED, help="of the continuations")
@@ -69,7 +70,7 @@ def run_phase(phase: str, options: argparse.Namespace) -> dict[str, object]:
         return write_continuations(place, options.sequences, options.seed)
     if phase == "evaluate":
         return evaluate(place, options.temperatures, options.new_tokens, options.prompts)
-    return train_draft(phase, place, limits, options.batch or DRAFT_SEQUENCES)
+    return train_draft(phase, place, limits, options.batch or DRAFT_SEQUENCES, options.refine)
 
 
 def main() -> None:
@@ -78,9 +79,10 @@ def main() -> None:
     for phase in PHASES if options.phase == "all" else (options.phase,):
         figures = run_phase(phase, options)
         if figures:
+            part = f"{phase} refined" if options.refine else phase
             merge_report(
                 options.report,
-                phase,
+                part,
                 {"device": device_name(torch.device(options.device)), **figures},
             )
         shown = {name: value for name, value in figures.items() if name != "samples"}

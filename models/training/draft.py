@@ -24,18 +24,20 @@ class BlockConv(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
         nn.init.zeros_(self.kernel_projection.weight)
 
-    def coefficients(self, normed: Tensor) -> Tensor:
-        """Returns both sides' coefficients [..., W, 2, taps, H] of a branch's normed input."""
+    def increments(self, normed: Tensor) -> Tensor:
+        """Returns both sides' increments [2, ..., W, taps, groups] of a branch's normed input."""
         delta = self.kernel_projection(normed).unflatten(-1, (2, self.taps, self.groups))
-        repeats = self.base_kernel.shape[-1] // self.groups
-        return self.base_kernel + delta.repeat_interleave(repeats, -1)
+        return delta.movedim(-3, 0)
 
-    def convolve(self, x: Tensor, coefficients: Tensor) -> Tensor:
-        """Applies one side. x [..., W, H], coefficients [..., W, taps, H] -> [..., W, H]."""
-        y = coefficients[..., 0, :] * x
+    def convolve(self, x: Tensor, side: int, increments: Tensor) -> Tensor:
+        """Applies one side. x [..., W, H], increments [..., W, taps, groups] -> [..., W, H]."""
+        base = self.base_kernel[side].unflatten(-1, (self.groups, -1))
+        grouped = x.unflatten(-1, (self.groups, -1))
+        y = (base[0] + increments[..., 0, :, None]) * grouped
         for tap in range(1, self.taps):
-            y = y + coefficients[..., tap, :] * functional.pad(x, (0, 0, tap, 0))[..., :-tap, :]
-        return y
+            earlier = functional.pad(grouped, (0, 0, 0, 0, tap, 0))[..., :-tap, :, :]
+            y = y + (base[tap] + increments[..., tap, :, None]) * earlier
+        return y.flatten(-2)
 
 
 class BlockAttention(nn.Module):
@@ -111,13 +113,12 @@ class DraftLayer(nn.Module):
         if not hasattr(self, "attention_conv"):
             x = x + self.self_attn(normed, context, positions)
             return x + self.mlp(self.post_attention_layernorm(x))
-        sides = self.attention_conv.coefficients(normed).unbind(-3)
-        branch = self.self_attn(self.attention_conv.convolve(normed, sides[0]), context, positions)
-        x = x + self.attention_conv.convolve(branch, sides[1])
+        conv, sides = self.attention_conv, self.attention_conv.increments(normed)
+        branch = self.self_attn(conv.convolve(normed, 0, sides[0]), context, positions)
+        x = x + conv.convolve(branch, 1, sides[1])
         normed = self.post_attention_layernorm(x)
-        sides = self.mlp_conv.coefficients(normed).unbind(-3)
-        branch = self.mlp(self.mlp_conv.convolve(normed, sides[0]))
-        return x + self.mlp_conv.convolve(branch, sides[1])
+        conv, sides = self.mlp_conv, self.mlp_conv.increments(normed)
+        return x + conv.convolve(self.mlp(conv.convolve(normed, 0, sides[0])), 1, sides[1])
 
 
 class CandidateSelector(nn.Module):

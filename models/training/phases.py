@@ -1,7 +1,7 @@
 """The phases of training: the target, its continuations, the drafts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,8 +10,13 @@ from torch.nn import functional
 
 from .capture import captured, mixed_precision
 from .draft import Draft
-from .export import export_draft, export_target, load_target, round_to_bfloat16
-from .gated_delta import CHUNK
+from .export import (
+    export_draft,
+    export_target,
+    load_target,
+    load_weights,
+    round_to_bfloat16,
+)
 from .optimise import Limits, Recipe, Trainer
 from .shapes import DRAFTS, TARGET
 from .streams import SEED, load_streams
@@ -28,7 +33,7 @@ SEQUENCES = 32768
 LANES = 2048
 PROMPT_LENGTHS = (32, 128)
 # (temperature, share of the lanes); 0 is greedy
-TEMPERATURES = ((0.0, 0.4), (0.6, 0.3), (1.0, 0.3))
+TEMPERATURES = ((0.0, 0.5), (0.6, 0.3), (1.0, 0.2))
 
 DRAFT_RECIPES = {
     "dflash2": Recipe(peak=2e-3, decay=0.05, steps=8000, seed=SEED + 1),
@@ -36,8 +41,11 @@ DRAFT_RECIPES = {
 }
 DRAFT_SEQUENCES = 64
 ANCHORS = 32
-# half of the anchors lie in the first new tokens, before greedy text begins to loop
+# most anchors lie in the first new tokens, before greedy text begins to loop
 EARLY = 96
+EARLY_SHARE = 0.7
+# stands for temperature 0, so that greedy labels need no case of their own
+COLDEST = 0.02
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def write_continuations(
     lanes = min(LANES, sequences)
     continuer = Continuer(target, lanes, LENGTH)
     values, shares = (torch.tensor(x, device=place.device) for x in zip(*TEMPERATURES, strict=True))
-    kept: dict[str, list[Tensor]] = {"token_ids": [], "prompt_lengths": []}
+    kept: dict[str, list[Tensor]] = {"token_ids": [], "prompt_lengths": [], "temperatures": []}
     for _ in range(sequences // lanes):
         starts = torch.randint(len(stream) - LENGTH, (lanes, 1), device=place.device)
         windows = stream[starts + torch.arange(LENGTH, device=place.device)]
@@ -155,37 +163,55 @@ def write_continuations(
         temperatures = values[torch.multinomial(shares, lanes, replacement=True)]
         kept["token_ids"].append(continuer.run(windows, lengths, temperatures).short().cpu())
         kept["prompt_lengths"].append(lengths.cpu())
+        kept["temperatures"].append(temperatures.cpu())
     torch.save({name: torch.cat(x) for name, x in kept.items()}, place.scratch / "continued.pt")
     return {"sequences": sequences // lanes * lanes, "length": LENGTH, "seed": seed}
 
 
-@torch.no_grad()
-def features_of(target: Target, token_ids: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """Returns the target's features of every sequence, bfloat16 [N, T, taps * H]."""
-    assert token_ids.shape[1] % CHUNK == 0
-    parts = []
-    for batch in token_ids.split(256):
-        with mixed_precision(token_ids.device):
-            parts.append(target(batch, taps)[1].to(torch.bfloat16))
-    return torch.cat(parts)
-
-
 @dataclass(frozen=True)
 class DraftExamples:
-    """What a draft learns from: ids [N, T], prompt lengths [N], features [N, T, taps * H]."""
+    """What a draft learns from: the target's own continuations, and the target's view of them.
+
+    token_ids [N, T], prompt_lengths and temperatures [N]; hidden [N, T, H] final-normed and
+    features [N, T, taps * H], both bfloat16.
+    """
 
     token_ids: Tensor
     prompt_lengths: Tensor
+    temperatures: Tensor
+    hidden: Tensor
     features: Tensor
 
+    @classmethod
+    @torch.no_grad()
+    def read(cls, path: Path, target: Target, taps: tuple[int, ...]) -> "DraftExamples":
+        """Reads continuations and runs the target over them once."""
+        device = target.embedding.device
+        kept = {name: x.to(device) for name, x in torch.load(path).items()}
+        views = []
+        for batch in kept["token_ids"].split(256):
+            with mixed_precision(device):
+                views.append([x.to(torch.bfloat16) for x in target(batch.long(), taps)])
+        hidden, features = (torch.cat(parts) for parts in zip(*views, strict=True))
+        return cls(**kept, hidden=hidden, features=features)
+
     def draw_anchors(self, rows: Tensor, width: int) -> Tensor:
-        """Returns positions [rows, anchors] in the continued part, half of them early."""
+        """Returns positions [rows, anchors] in the continued part, most of them early."""
         first = self.prompt_lengths[rows, None]
         room = self.token_ids.shape[1] - width + 1 - first
         extent = (rows.shape[0], ANCHORS)
-        early = torch.rand(extent, device=rows.device) < 0.5  # noqa: PLR2004
+        early = torch.rand(extent, device=rows.device) < EARLY_SHARE
         span = torch.where(early, room.clamp_max(EARLY), room)
         return first + (torch.rand(extent, device=rows.device) * span).long()
+
+    def next_laws(self, rows: Tensor, positions: Tensor, head: Tensor) -> Tensor:
+        """Returns the target's distribution after each position, at the temperature of the text.
+
+        rows [R], positions [R, A, K], head [V, H] -> float32 [R, A, K, V].
+        """
+        hidden = self.hidden[rows[:, None, None], positions].to(head.dtype)
+        heat = self.temperatures[rows, None, None, None].clamp_min(COLDEST)
+        return (functional.linear(hidden, head).float() / heat).softmax(-1)
 
 
 def draft_loss(
@@ -193,9 +219,10 @@ def draft_loss(
 ) -> Callable[[], Tensor]:
     """Returns the function that draws anchors and returns [loss, unary, edge, first right].
 
-    Cross-entropy of the next tokens of the sequence, nearer ones weighing more. DFlash2 adds the
-    cross-entropy over its candidates' edge scores, given the true predecessor; a true token that
-    is no candidate takes the last slot.
+    Cross-entropy with the target's distribution of each next token given the text before it;
+    nearer tokens weigh more. Labels that are distributions have far less noise than sampled
+    tokens. DFlash2 adds the cross-entropy of its edge scores given the true predecessor, over the
+    candidates; a true token that is no candidate takes the last slot.
     """
     shape = draft.shape
     device = embedding.device
@@ -204,48 +231,58 @@ def draft_loss(
     offsets = torch.arange(shape.block, device=device)
     head = embedding[:PUBLIC_VOCAB]
 
-    def mean_loss(scores: Tensor, expected: Tensor) -> Tensor:
+    def mean_loss(scores: Tensor, laws: Tensor) -> Tensor:
         loss = functional.cross_entropy(
-            scores.flatten(0, -2).float(), expected.flatten(), reduction="none"
+            scores.flatten(0, -2).float(), laws.flatten(0, -2), reduction="none"
         )
-        return (loss.view_as(expected) * weights).mean()
+        return (loss.view(laws.shape[:-1]) * weights).mean()
 
     def draw() -> Tensor:
         rows = torch.randint(len(examples.token_ids), (sequences,), device=device)
         anchors = examples.draw_anchors(rows, shape.block)
-        window = examples.token_ids[rows[:, None, None], anchors[..., None] + offsets].long()
-        before, expected = window[..., :-1], window[..., 1:]
+        positions = anchors[..., None] + offsets
+        window = examples.token_ids[rows[:, None, None], positions].long()
+        with torch.no_grad():
+            laws = examples.next_laws(rows, positions[..., :-1], head)
         block = draft.embed_block(embedding, window[..., 0], shape.block)
         hidden = draft(block, examples.features[rows].float(), anchors)[..., 1:, :]
         logits = functional.linear(hidden, head)
-        unary = mean_loss(logits, expected)
-        right = (logits[..., 0, :].argmax(-1) == expected[..., 0]).float().mean()
+        unary = mean_loss(logits, laws)
+        right = (logits[..., 0, :].argmax(-1) == window[..., 1]).float().mean()
         if not shape.selector_rank:
             return torch.stack((unary, unary.detach(), right))
+        before, after = window[..., :-1], window[..., 1:]
         candidates = logits.detach().topk(shape.top_k).indices
-        missing = (candidates != expected[..., None]).all(-1)
-        candidates[..., -1] = torch.where(missing, expected, candidates[..., -1])
+        missing = (candidates != after[..., None]).all(-1)
+        candidates[..., -1] = torch.where(missing, after, candidates[..., -1])
+        chances = laws.gather(-1, candidates)
+        chances = chances / chances.sum(-1, keepdim=True).clamp_min(1e-9)
         scores = logits.gather(-1, candidates)
-        scores = draft.candidate_selector(hidden, before, scores, candidates)
-        edge = mean_loss(scores, (candidates == expected[..., None]).float().argmax(-1))
+        edge = mean_loss(draft.candidate_selector(hidden, before, scores, candidates), chances)
         return torch.stack((unary + edge, unary.detach(), edge.detach(), right))
 
     return draw
 
 
 def train_draft(
-    name: str, place: Workplace, limits: Limits, sequences: int = DRAFT_SEQUENCES
+    name: str, place: Workplace, limits: Limits, sequences: int, refine: bool
 ) -> dict[str, object]:
-    """Trains one draft on the frozen target's features of its own continuations; exports it."""
+    """Trains one draft on the frozen target's continuations and exports it.
+
+    Refining starts from the exported draft, at half the rate, usually on other continuations.
+    """
     recipe = DRAFT_RECIPES[name]
     torch.manual_seed(recipe.seed)
-    draft = Draft(DRAFTS[name]).to(place.device)
+    draft = Draft(DRAFTS[name])
+    checkpoint = place.scratch / f"{name}.pt"
+    if refine:
+        load_weights(draft, place.bundle / name / "model.safetensors")
+        checkpoint = place.scratch / f"{name}-refined.pt"
+        recipe = replace(recipe, peak=recipe.peak / 2, seed=recipe.seed + 1000)
+    draft.to(place.device)
     target = load_target(place.bundle, place.device)
-    kept = torch.load(place.scratch / "continued.pt")
-    token_ids = kept["token_ids"].to(place.device)
-    features = features_of(target, token_ids.long(), draft.shape.taps)
-    examples = DraftExamples(token_ids, kept["prompt_lengths"].to(place.device), features)
-    trainer = Trainer(draft, recipe, place.scratch / f"{name}.pt")
+    examples = DraftExamples.read(place.scratch / "continued.pt", target, draft.shape.taps)
+    trainer = Trainer(draft, recipe, checkpoint)
     done = trainer.train(draft_loss(draft, target.embedding, examples, sequences), limits)
     round_to_bfloat16(draft)
     export_draft(name, draft, place.bundle)
