@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A supervising verb ends with the exit code of the service that ended it.
     """
+    # gRPC's core writes notes of its own on standard error; a verb says what matters itself
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     words = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = _verb(words)
     try:
