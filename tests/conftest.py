@@ -1,18 +1,16 @@
-"""Shared settings: one compute thread, quiet CUDA probing, deterministic torch."""
+"""Shared settings: one compute thread, no network look-ups, quiet servers."""
 
+import logging
 import os
 
+# before torch and transformers are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import structlog
 import torch
 
 torch.set_num_threads(1)
-
-import logging
-
-import structlog
-
 # servers in tests log what needs attention, not every round
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

@@ -198,7 +198,7 @@ class Plan:
             all_local=self.draft.full_layer_count == 0,
             timeout_ns=options.draft_timeout_ms * 1_000_000,
             backlog_rows=self.backlog_rows(),
-            on_event=lambda: engine.wake(),
+            on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
         )
         rounds = Rounds(
             Target(config, weights, state, self.draft.target_layer_ids),

@@ -20,6 +20,7 @@ PREFILL_CHUNK = {"cuda": 1024, "cpu": 256}
 # positions planned for unless --max-context says otherwise
 DEFAULT_CONTEXT = {"cuda": 32768, "cpu": 8192}
 MOST_CONCURRENCY = 8
+CPU = torch.device("cpu")
 
 
 class OptionError(ValueError):
@@ -34,7 +35,7 @@ class VerifierOptions:
     draft: Path
     drafter: str  # gRPC address
     listen: str = serving.VERIFIER_LISTEN
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     dtype: str = "float32"  # numeric profile
     draft_tokens: int | None = None  # K; None takes the draft's block_size - 1
     max_concurrency: int = 4  # B
