@@ -14,17 +14,16 @@ from outrider.cli.generate import (
 from outrider.cli.terminal import Printer, tokens_per_round
 from outrider.client import Client, Completion, GenerateOptions, Usage
 
-MAX_TOKENS = 160
-PROMPT = '''class Account:
-    """A bank account with a balance that is never negative."""
+MAX_TOKENS = 128
+PROMPT = '''class Queue:
+    """A first-in, first-out queue."""
 
-    def __init__(self, owner, balance=0):
-        self.owner = owner
-        self.balance = balance
+    def __init__(self, maxsize=0):
+        self.maxsize = maxsize
+        self._items = []
 
-    def deposit(self, amount):
-        if amount <= 0:
-            raise ValueError("amount must be positive")
+    def empty(self):
+        """Return True if the queue is empty."""
 '''
 
 
