@@ -36,8 +36,8 @@ PROMPT_LENGTHS = (32, 128)
 TEMPERATURES = ((0.0, 0.5), (0.6, 0.3), (1.0, 0.2))
 
 DRAFT_RECIPES = {
-    "dflash2": Recipe(peak=2e-3, decay=0.05, steps=8000, seed=SEED + 1),
-    "dflash": Recipe(peak=2e-3, decay=0.05, steps=10000, seed=SEED + 2),
+    "dflash2": Recipe(peak=2e-3, decay=0.05, steps=12000, seed=SEED + 1),
+    "dflash": Recipe(peak=2e-3, decay=0.05, steps=16000, seed=SEED + 2),
 }
 DRAFT_SEQUENCES = 64
 ANCHORS = 32

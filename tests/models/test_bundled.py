@@ -19,7 +19,7 @@ FRONTIER = 140
 def token_ids() -> torch.Tensor:
     """Two rows of held-out text, longer than the drafts' window."""
     prompts = json.loads(PROMPTS.read_text(encoding="utf-8"))["prompts"]
-    rows = [sum((p["token_ids"] for p in prompts[first : first + 2]), []) for first in (0, 60)]
+    rows = [[*prompts[i]["token_ids"], *prompts[i + 1]["token_ids"]] for i in (0, 60)]
     return torch.tensor(rows)[:, :160]
 
 
@@ -29,9 +29,7 @@ def test_files_stay_within_28_megabytes() -> None:
 
 def test_target_equals_transformers(token_ids: torch.Tensor) -> None:
     transformers = pytest.importorskip("transformers")
-    oracle = transformers.Qwen3_5ForCausalLM.from_pretrained(
-        BUNDLE / "target", dtype=torch.float32
-    )
+    oracle = transformers.Qwen3_5ForCausalLM.from_pretrained(BUNDLE / "target", dtype=torch.float32)
     with torch.no_grad():
         expected = oracle(token_ids, output_hidden_states=True)
         target = load_target(BUNDLE, CPU)
