@@ -7,6 +7,8 @@ and columns are one product.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kernels.gdn_transition import constant
@@ -27,8 +29,13 @@ def causal_attention(
 ) -> torch.Tensor:
     """Stores the live columns' keys and values, then attends causally."""
     B, W, Hq, D = query.shape
-    page = key_pages.shape[1]
-    output = query.new_zeros(B, W, Hq * D)
+    page, Hkv = key_pages.shape[1:3]
+    grouped = (B, W, Hkv, Hq // Hkv, D)
+    # what is the same for all rows, dead columns included: those are not looked at again
+    scaled = torch.mul(query.float(), constant(D**-0.5, query.device)).reshape(grouped)
+    scaled = scaled.transpose(1, 2).contiguous()  # [B, Hkv, W, G, D]
+    openness = gate.float().sigmoid().reshape(grouped)
+    output = query.new_zeros(grouped)
     for row, (frontier, count) in enumerate(zip(frontiers.tolist(), counts.tolist(), strict=True)):
         if count == 0:
             continue
@@ -41,11 +48,10 @@ def causal_attention(
         for first in range(0, count, QUERY_COLUMNS):
             end = min(first + QUERY_COLUMNS, count)
             attended = _attend(
-                query[row, first:end], keys[: frontier + end], values[: frontier + end]
+                scaled[row, :, first:end], keys[: frontier + end], values[: frontier + end]
             )
-            gated = attended.mul_(gate[row, first:end].float().sigmoid())
-            output[row, first:end] = gated.flatten(1)
-    return output
+            torch.mul(attended, openness[row, first:end], out=output[row, first:end])
+    return output.flatten(2)
 
 
 def _store(pages: torch.Tensor, table: list[int], frontier: int, columns: torch.Tensor) -> None:
@@ -71,26 +77,25 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
     """Causal softmax attention of the last n of the positions.
 
     Args:
-        query: [n, Hq, D], at the last n positions.
+        query: [Hkv, n, G, D] FP32, scaled, at the last n positions.
         keys: [positions, Hkv, D] FP32.
         values: [positions, Hkv, D] FP32.
 
     Returns:
-        [n, Hq, D] FP32.
+        [n, Hkv, G, D] FP32.
     """
-    n, Hq, D = query.shape
-    Hkv = keys.shape[1]
+    Hkv, n, G, D = query.shape
     # the heads that share a key are further columns of one product
-    grouped = query.float().view(n, Hkv, Hq // Hkv, D).transpose(0, 1)  # [Hkv, n, G, D]
-    scaled = (grouped * constant(D**-0.5, query.device)).reshape(Hkv, -1, D)
-    scores = torch.bmm(scaled, keys.permute(1, 2, 0))  # [Hkv, n*G, positions]
+    scores = torch.bmm(query.reshape(Hkv, n * G, D), keys.permute(1, 2, 0))
     if n > 1:
-        block = scores.view(Hkv, n, Hq // Hkv, -1)[..., -n:]
+        block = scores.view(Hkv, n, G, -1)[..., -n:]
         block.masked_fill_(_later(n, query.device), float("-inf"))
     attended = torch.bmm(scores.softmax(-1), values.transpose(0, 1))
-    return attended.view(Hkv, n, Hq // Hkv, D).transpose(0, 1).reshape(n, Hq, D)
+    return attended.view(Hkv, n, G, D).transpose(0, 1)
 
 
+@lru_cache(maxsize=256)
 def _later(n: int, device: torch.device) -> torch.Tensor:
     """True where a key of the block comes after a query of it: bool [n, 1, n]."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).triu_(1).unsqueeze(1)
+    with torch.inference_mode(False):
+        return torch.ones(n, n, dtype=torch.bool, device=device).triu_(1).unsqueeze(1)

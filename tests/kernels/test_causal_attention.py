@@ -258,6 +258,15 @@ def test_strided_views_are_taken():
     check(replace(case, query=packed[..., :D], gate=packed[..., D:]))
 
 
+def test_heads_first_storage_is_taken():
+    case = make([3, 6], [4, 2], 4)
+    turned = {
+        name: getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2)
+        for name in ("query", "key", "value", "gate")
+    }
+    check(replace(case, **turned))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
