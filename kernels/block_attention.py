@@ -60,13 +60,15 @@ def _mask(
     count: int, context: int, causal: bool, hidden_first: int, window: int, device: torch.device
 ) -> Tensor:
     """Returns what `attend_block` adds to the scores [n, context + n]: 0 or -inf."""
-    query = torch.arange(count, device=device).unsqueeze(1)
-    block = torch.arange(count, device=device)
-    hidden = torch.cat(
-        [
-            torch.arange(context, device=device) < hidden_first + query,
-            ((block - query).abs() >= window) | ((block > query) & causal),
-        ],
-        dim=1,
-    )
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+    # made outside inference mode, so that a kept one may take part in any later computation
+    with torch.inference_mode(False):
+        query = torch.arange(count, device=device).unsqueeze(1)
+        block = torch.arange(count, device=device)
+        hidden = torch.cat(
+            [
+                torch.arange(context, device=device) < hidden_first + query,
+                ((block - query).abs() >= window) | ((block > query) & causal),
+            ],
+            dim=1,
+        )
+        return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)

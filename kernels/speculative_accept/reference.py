@@ -72,12 +72,14 @@ def _constants(
 
     These are K accepts, a correction after 0..K-1 accepted, a bonus after 0..K accepted.
     """
-    columns = torch.arange(drafts, device=device)
-    offsets = torch.cat([columns, columns, torch.arange(drafts + 1, device=device)]) + 1
-    purposes = [Purpose.ACCEPT] * drafts + [Purpose.CORRECTION] * drafts
-    purposes += [Purpose.BONUS] * (drafts + 1)
-    rows = torch.arange(batch, device=device)
-    return rows, columns, offsets, torch.tensor(purposes, device=device)
+    # made outside inference mode, so that kept ones may take part in any later computation
+    with torch.inference_mode(False):
+        columns = torch.arange(drafts, device=device)
+        offsets = torch.cat([columns, columns, torch.arange(drafts + 1, device=device)]) + 1
+        purposes = [Purpose.ACCEPT] * drafts + [Purpose.CORRECTION] * drafts
+        purposes += [Purpose.BONUS] * (drafts + 1)
+        rows = torch.arange(batch, device=device)
+        return rows, columns, offsets, torch.tensor(purposes, device=device)
 
 
 def _residual(p: Tensor, ids: Tensor, q: Tensor, rejected: Tensor) -> Tensor:

@@ -122,6 +122,19 @@ def test_draw_at_either_end_takes_a_rank_with_mass(u, monkeypatch):
         assert rank == 0 if u == 0.0 else q[0, i, rank + 1 :].sum() < 1e-6
 
 
+@pytest.mark.parametrize(("u", "rank"), [(0.5 - 2**-24, 0), (0.5, 1)])
+def test_a_draw_equal_to_a_cumulative_sum_takes_the_next_rank(u, rank, monkeypatch):
+    inputs = lattice(1, 3, 2, 2, 20)
+    inputs[0].zero_()
+    inputs[3].zero_()
+    monkeypatch.setattr(
+        reference, "uniform", lambda seeds, positions, *_: torch.full(positions.shape, u)
+    )
+    tokens, q = walk(inputs, [1.0], [0], [0])
+    assert (q == 0.5).all()
+    assert torch.equal(tokens, inputs[1][:, :, rank])
+
+
 def test_sum_below_the_draw_falls_back_to_the_last_rank_with_mass(monkeypatch):
     inputs = lattice(1, 1, 8, 2, 20)
     inputs[0][:, :, 5:] = -1e9

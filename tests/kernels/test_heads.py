@@ -41,6 +41,13 @@ def test_topk_breaks_exact_ties_by_the_lower_global_id(count, rows, k, public, d
         assert scores[line].tolist() == [exact[line][row] for row in order]
 
 
+@pytest.mark.parametrize("ids", [[4, 5, 6, 7], [4, 5, 7, 6]], ids=str)
+def test_topk_settles_a_tie_across_the_last_place(ids):
+    head = torch.tensor([[3.0], [2.0], [1.0], [1.0]])
+    _, tokens = linear_topk(torch.ones(1, 1), head, 3, public_vocab=8, token_ids=torch.tensor(ids))
+    assert tokens.tolist() == [[4, 5, 6]]
+
+
 @pytest.mark.parametrize("indexed", [False, True], ids=["full", "indexed"])
 def test_topk_equals_the_formula_in_fp64(indexed):
     g = torch.Generator().manual_seed(3)

@@ -232,6 +232,7 @@ def restated(p, proposals, live, ids, q, seed, frontier):
         (64, 1, 30, 4, 1.0),
         (64, 7, 30, 16, 2.0),
         (64, 15, 40, 16, 3.0),
+        (192, 1, 200, 16, 1.5),  # many draws end inside, or next to, entries that are equal
         (16, 3, 3000, 16, 0.3),  # flat: the draw goes through every size of ranking
         (16, 3, 3000, 16, 2.0),
     ],
@@ -242,7 +243,7 @@ def test_equals_the_rule_stated_row_by_row(batch, drafts, vocab, k, sharpness):
     p = (sharpness * torch.randn(batch, width, vocab, generator=g)).softmax(2)
     p[batch // 2 :] *= p[batch // 2 :] > 0.3 / vocab  # holes in the support
     p /= p.sum(2, keepdim=True)
-    p[::3] = (p[::3] * 64).round() / 64 + 1e-3  # and many equal entries
+    p[::3] = (p[::3] * 256).round() / 256 + 1e-3  # and many equal entries
     p /= p.sum(2, keepdim=True)
     ids = p[:, :drafts].topk(k, dim=2).indices
     near = p[:, :drafts].gather(2, ids)
@@ -379,6 +380,18 @@ def test_draws_at_the_ends_take_a_token_with_weight(monkeypatch):
         assert (weight > 0).all()
         if u == 0.0:
             assert torch.equal(weight[:, 0], p[:, 0].amax(1))
+
+
+@pytest.mark.parametrize(
+    ("u", "wanted"), [(0.5 - 2**-24, 4), (0.5, 2), (0.75 - 2**-24, 2), (0.75, 5)]
+)
+def test_a_draw_equal_to_a_cumulative_sum_takes_the_next_token(u, wanted, monkeypatch):
+    """A token is taken while u is below its inclusive sum, not at it; these sums are exact."""
+    p = torch.tensor([0.0, 0.0, 0.25, 0.0, 0.5, 0.25]).view(1, 1, 6)
+    monkeypatch.setattr(reference, "uniform", lambda s, at, _: torch.full(at.shape, u))
+    empty = torch.zeros(1, 0, dtype=torch.int64)
+    tokens, _ = accept(p, empty, [0], empty[..., None], empty[..., None].float(), [0], [0])
+    assert tokens.tolist() == [[wanted]]
 
 
 def test_rejected_point_mass_is_never_drawn_again():
