@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VARIABLE = "OUTRIDER_KERNELS"
 CHOICES = ("auto", "triton", "reference")
 
-_chosen: dict[tuple[str, str], ModuleType] = {}
+_chosen: dict[tuple[str, torch.device], ModuleType] = {}
 
 
 def select(op_name: str, tensor: torch.Tensor) -> ModuleType:
@@ -39,11 +39,12 @@ def select(op_name: str, tensor: torch.Tensor) -> ModuleType:
         ValueError: `OUTRIDER_KERNELS` is not one of its values, or asks for a kernel that the op
             does not have or that cannot run on this device.
     """
-    # the device type alone decides, and a dictionary hit costs less than reading the environment
-    key = (op_name, tensor.device.type)
-    module = _chosen.get(key)
+    # a dictionary hit costs less than reading the environment, or a device's type
+    device = tensor.device
+    module = _chosen.get((op_name, device))
     if module is None:
-        module = _chosen[key] = import_module(_module_name(*key))
+        module = import_module(_module_name(op_name, device.type))
+        _chosen[op_name, device] = module
     return module
 
 

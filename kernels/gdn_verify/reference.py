@@ -57,7 +57,7 @@ def gdn_verify(
     alive = None if all_live else _alive(counts, live)
     recorded_g, recorded_beta = record.gate.unbind(-1)
     _write(record.conv, projected, alive)
-    _write(record.key, query_key[:, :, 1], alive)
+    _write(record.key, query_key.select(2, 1), alive)
     _write(record.value, value, alive)
     _write(recorded_g, g, alive)
     _write(recorded_beta, beta, alive)
@@ -86,6 +86,10 @@ def block_states(state: torch.Tensor, block: Columns) -> torch.Tensor:
     B, W = block.decay.shape[:2]
     states = state.new_empty(B, W, *state.shape[1:])
     scratch = torch.empty_like(state)
+    if W == 1:
+        # a plain step: nothing to take apart
+        advance(state.unsqueeze(1), block, states, scratch.unsqueeze(1))
+        return states
     for column, after in zip(block.each(), states.unbind(1), strict=True):
         state = advance(state, column, after, scratch)
     return states
