@@ -18,7 +18,9 @@ STUB_READERS = {
 
 def sources(package: str) -> list[Path]:
     base = ROOT / "protos" if package == "outrider" else ROOT
-    return sorted(p for p in (base / package).rglob("*.py") if not p.stem.endswith(("_pb2", "_grpc")))
+    return sorted(
+        p for p in (base / package).rglob("*.py") if not p.stem.endswith(("_pb2", "_grpc"))
+    )
 
 
 def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
@@ -55,7 +57,9 @@ def test_kernels_import_torch_and_themselves_alone(path: Path):
     assert roots(path) <= allowed
 
 
-@pytest.mark.parametrize(("package", "stranger"), [("verifier", "drafter"), ("drafter", "verifier")])
+@pytest.mark.parametrize(
+    ("package", "stranger"), [("verifier", "drafter"), ("drafter", "verifier")]
+)
 def test_services_never_import_each_other(package: str, stranger: str):
     for path in sources(package):
         assert stranger not in roots(path), path

@@ -146,7 +146,7 @@ class SamplingTables:
             p, proposals, live, candidate_ids, probabilities, self._seeds[lanes], frontiers
         )
         # the round's one read-back: tokens, A, and whether p was finite at all
-        finite = p.sum(dim=(1, 2)).isfinite()
+        finite = p[:, 0, 0].isfinite()  # NaN in one live column is NaN in all of the row's
         egress = torch.cat([accepted[:, None], finite.long()[:, None], tokens], dim=1).tolist()
         licensed = []
         for row, (count, is_finite, *row_tokens) in enumerate(egress):

@@ -523,7 +523,8 @@ class DrafterLink:
         while not self._stopping.is_set():
             channel = self._channel()
             welcomed, detail, refused = False, "the stream ended", False
-            stream = _Stream(draft_service_pb2_grpc.DraftServiceStub(channel))
+            stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+            stream = _Stream(stub)
             self._dialling = stream
             try:
                 stream.send(hello=self._hello)

@@ -206,8 +206,10 @@ class Rounds:
         else:
             proposal = block.proposal
         rows = proposal.rows
+        logits = block.forward.logits
+        assert logits is not None  # only a prompt's inner chunks have none
         licensed = self.tables.accept(
-            block.forward.logits,
+            logits,
             torch.tensor([row.residency.lane for row in rows]),
             proposal.frontiers,
             torch.tensor([row.output_count for row in rows]),
