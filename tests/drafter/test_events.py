@@ -303,6 +303,7 @@ def test_an_arbitrary_message_is_answered_or_refused_and_leaks_nothing(drafting,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("draft_format", ["dflash", "dflash2"])
 def test_twenty_thousand_sampled_rounds_grow_nothing(make_pair, load, features, draft_format):
     """Eight sequences, K = 15, temperature 1, contexts opened anew as they reach their end."""
