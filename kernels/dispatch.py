@@ -4,7 +4,8 @@
 
 * `auto` (the default): the kernel on CUDA where the op has one, else the reference;
 * `reference`: the reference everywhere;
-* `triton`: the kernel everywhere; an op without one, or a tensor that is not on CUDA, raises.
+* `triton`: the kernel everywhere; an op without one, or a tensor that is not on CUDA, raises. Under
+  Triton's interpreter (TRITON_INTERPRET=1, set before Triton is imported) CPU tensors will do.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _module_name(op_name: str, device_type: str) -> str:
         raise ValueError(f"{VARIABLE}: expected one of {', '.join(CHOICES)}, got {choice!r}")
     kernel = f"kernels.{op_name}.kernel"
     if choice == "triton":
-        if device_type != "cuda":
+        if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"{VARIABLE}=triton: expected a cuda tensor, got {device_type}")
         if find_spec(kernel) is None:
             raise ValueError(f"{VARIABLE}=triton: expected a kernel for {op_name}, got none")

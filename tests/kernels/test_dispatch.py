@@ -15,6 +15,7 @@ CUDA = SimpleNamespace(device=torch.device("cuda"))
 @pytest.fixture(autouse=True)
 def fresh_choices(monkeypatch):
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch.forget()
     yield
     dispatch.forget()
@@ -66,6 +67,14 @@ def test_impossible_wish_is_refused(probe, monkeypatch, choice, op, tensor, mess
     # a refusal is not remembered as a choice
     with pytest.raises(ValueError, match=message):
         dispatch.select(op, tensor)
+
+
+def test_interpreter_runs_kernels_on_cpu_tensors(probe, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.select("probe_both", CPU).FORM == "reference"
+    dispatch.forget()
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    assert dispatch.select("probe_both", CPU).FORM == "kernel"
 
 
 def test_choice_is_made_once_until_forgotten(probe, monkeypatch):
