@@ -38,8 +38,8 @@ def ask(context, live: int = 7, anchor: int = 5, temperature: float = 0.0, seed:
 
 VARIANTS = {
     # name: format, layers, config fields, options
-    "dflash local seed rule": ("dflash", "ll", {"is_causal": False}, {}),
-    "dflash mixed seed rule": ("dflash", "llf", {"is_causal": False}, {}),
+    "dflash local": ("dflash", "ll", {"is_causal": False}, {}),
+    "dflash mixed": ("dflash", "llf", {"is_causal": False}, {}),
     "dflash full alone": ("dflash", "ff", {"is_causal": False}, {}),
     "dflash mixed absent, causal option": ("dflash", "lfl", {}, {"causal_local_layers": True}),
     "dflash mixed causal everywhere": ("dflash", "lf", {"is_causal": True}, {}),
@@ -84,7 +84,7 @@ def test_hidden_states_equal_the_oracle(make_pair, load, features, name, pieces)
     torch.testing.assert_close(hidden[0], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_the_seed_rule_differs_from_a_causal_oracle(make_pair, load, features):
+def test_an_absent_is_causal_is_read_as_not_causal(make_pair, load, features):
     """The two readings of an absent is_causal are told apart by this very comparison."""
     pair = make_pair("dflash", "lfl")
     drafting = load(pair)
