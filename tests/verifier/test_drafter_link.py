@@ -195,8 +195,8 @@ def test_a_features_message_holds_at_most_64_rows_and_eight_go_before_a_barrier(
         return greedy(event)
 
     s = setup(hold_rounds, all_local=False, backlog_rows=5000)
-    context = s.opened(0, 1000)
-    s.link.extend(context, 0, features(0, 1000))
+    context = s.opened(0, 900)
+    s.link.extend(context, 0, features(0, 900))
     for _ in range(4):
         s.link.pump(drafting=False)
     s.drafter.wait_for("round")
@@ -344,10 +344,20 @@ def test_a_backlog_beyond_its_share_opens_again_S_rows_back(setup):
 
 def test_nothing_is_asked_beyond_the_drafters_context(setup):
     s = setup()
-    context = s.opened(997, 0)
+    context = s.opened(996, 0)
+    assert context.sequence_id in s.link.exchange([ask(context, 996)]).proposals
+    s.link.ensure_open(context, 997, 0)
     assert s.link.exchange([ask(context, 997)]).proposals == {}
-    assert not s.drafter.of("round")
-    assert s.link.drafts_at(996)
+    s.drafter.wait_for("release")
+    assert not s.link.drafts_at(997)
+
+
+def test_a_prompt_beyond_the_drafters_context_opens_nothing(setup):
+    s = setup()
+    context = s.opened(0, 997)
+    assert (context.is_open, context.out_of_range) == (False, True)
+    assert s.link.counters["sequences_out_of_range"] == 1
+    assert not s.drafter.of("open")
 
 
 def test_release_frees_once_and_unknown_contexts_are_no_error(setup):
