@@ -16,6 +16,7 @@ from outrider.client import Client
 from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import Pair
 from verifier.options import VerifierOptions
+from verifier.target import Target
 
 K = 3
 
@@ -74,8 +75,19 @@ def test_requests_run_plainly_before_the_drafter_ever_came(dense, alone, oracle)
     assert client.server_info().drafter_state == "connecting"
 
 
-def test_drafting_begins_when_the_drafter_comes_and_ends_when_it_goes(dense, alone, oracle):
+def test_drafting_begins_when_the_drafter_comes_and_ends_when_it_goes(
+    dense, alone, oracle, monkeypatch
+):
     running, client, port = alone
+    # until it may go on, the request takes its time, so that the drafter can come and go meanwhile
+    go_on = threading.Event()
+    whole = Target.verify
+
+    def unhurried(self, *arguments, **keywords):
+        go_on.wait(0.1)
+        return whole(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Target, "verify", unhurried)
     expected = greedy(oracle, prompt(20), 400)
     arguments = {
         "prompt_ids": prompt(20),
@@ -96,6 +108,7 @@ def test_drafting_begins_when_the_drafter_comes_and_ends_when_it_goes(dense, alo
     drafter.stop(0)
     pair.wait_for_drafter("connecting")
     again = start_drafter(dense, port)
+    go_on.set()
     try:
         reader.join(60)
         tokens = [token for delta in deltas for token in delta.token_ids]
