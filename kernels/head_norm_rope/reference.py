@@ -40,19 +40,19 @@ def rotation(
 
     The sines carry the sign of their half: minus for the first, plus for the second.
     """
-    frequencies = _frequencies(theta, rotary_dim, positions.device)
+    rates = frequencies(theta, rotary_dim, positions.device)
     if positions.ndim == 3:
         axes = _pair_axes(sections, rotary_dim // 2, positions.device)
         places = positions.movedim(0, -1)[..., axes]  # [B, W, R/2]
     else:
         places = positions.unsqueeze(-1)
-    angles = (places * frequencies)[..., None, None, :]
+    angles = (places * rates)[..., None, None, :]
     sin = angles.sin()
     return angles.cos(), torch.cat((-sin, sin), dim=-2)
 
 
 @lru_cache(maxsize=16)
-def _frequencies(theta: float, rotary_dim: int, device: torch.device) -> torch.Tensor:
+def frequencies(theta: float, rotary_dim: int, device: torch.device) -> torch.Tensor:
     """theta^(-2r/R) for r = 0..R/2-1, FP32 at every step."""
     with torch.inference_mode(False):
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim

@@ -1,0 +1,143 @@
+"""Every kernel compiles for sm_90 at the official geometries' constants; no device is needed."""
+
+import importlib
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+BF16, FP32, INT64 = "*bf16", "*fp32", "*i64"
+GDN_27B = {"HK": 16, "HV": 48, "DK": 128, "DV": 128, "KEYS": 128, "VALUES": 16}
+GDN_35B = GDN_27B | {"HV": 32}
+ROPE = {"D": 256, "ROTARY": 64, "HEIGHT_END": 33, "WIDTH_END": 30, "BLOCK": 256}
+
+# kernel, pointer and float arguments, constants, options; integer arguments are the rest
+CASES = {
+    "rms_norm-5120": (
+        "rms_norm.rms_norm_kernel",
+        {"x": BF16, "gain": FP32, "out": BF16, "eps": "fp32"},
+        {"BLOCK": 8192},
+        {"num_warps": 16},
+    ),
+    "gated_rms_norm-128": (
+        "gated_rms_norm.gated_rms_norm_kernel",
+        {"x": BF16, "gate": BF16, "gain": FP32, "out": BF16, "eps": "fp32"},
+        {"BLOCK": 128},
+        {"num_warps": 1},
+    ),
+    "swiglu": ("swiglu.swiglu_kernel", {"gate_up": BF16, "out": BF16}, {"BLOCK": 1024}, {}),
+    **{
+        f"head_norm_rope-{'three axes' if axes else 'one axis'}": (
+            "head_norm_rope.head_norm_rope_kernel",
+            {
+                "x": BF16,
+                "gain": FP32,
+                "positions": INT64,
+                "rates": FP32,
+                "out": BF16,
+                "eps": "fp32",
+            },
+            ROPE | {"AXES": axes},
+            {"num_warps": 1},
+        )
+        for axes in (False, True)
+    },
+    **{
+        f"linear-{columns}-columns-split-{split}-{'even' if even else 'odd'}": (
+            "linear.linear_kernel",
+            {"x": BF16, "weight": BF16, "out": BF16, "partial": FP32, "arrivals": "*i32"},
+            {
+                "w_k": 1,
+                "BLOCK_N": 64,
+                "BLOCK_K": 128,
+                "COLUMNS": columns,
+                "SPLIT": split,
+                "EVEN_K": even,
+            },
+            {"num_stages": stages},
+        )
+        for columns, split, even, stages in (
+            (16, 1, True, 5),
+            (16, 3, False, 5),
+            (32, 3, True, 5),
+            (64, 1, True, 4),
+            (128, 3, True, 3),
+        )
+    },
+    **{
+        f"gdn_verify-{name}": (
+            "gdn_verify.gdn_verify_kernel",
+            {
+                **dict.fromkeys(
+                    ("projected", "a", "b", "conv_weight", "conv_history", "out"), BF16
+                ),
+                **dict.fromkeys(("record_conv", "record_key", "record_value"), BF16),
+                **dict.fromkeys(("a_log", "dt_bias", "state", "record_gate"), FP32),
+                **dict.fromkeys(("slots", "counts"), INT64),
+            },
+            geometry,
+            {"num_warps": 1, "enable_fp_fusion": False},
+        )
+        for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
+    },
+    **{
+        f"gdn_fold-{name}": (
+            "gdn_fold.gdn_fold_kernel",
+            {
+                **dict.fromkeys(
+                    ("record_conv", "record_key", "record_value", "conv_history"), BF16
+                ),
+                **dict.fromkeys(("record_gate", "state"), FP32),
+                **dict.fromkeys(("source_slots", "destination_slots", "counts"), INT64),
+            },
+            geometry | {"CHANNELS": 256},
+            {"num_warps": 1, "enable_fp_fusion": False},
+        )
+        for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
+    },
+}
+
+
+def built(case):
+    """The compiled kernel of a case, its integer arguments multiples of 16."""
+    place, types, constants, options = CASES[case]
+    op, name = place.split(".")
+    kernel = getattr(importlib.import_module(f"kernels.{op}.kernel"), name)
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    assert not (set(constants) | set(types)) - set(names)
+    aligned = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(i,): aligned for i, n in enumerate(names) if signature[n][0] in "*i"},
+    )
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_within_shared_memory(case):
+    kernel = built(case)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("name", ["27B", "35B"])
+def test_verify_and_fold_sum_in_the_same_order(name):
+    """A sum's order follows the layout the compiler gives it; equal bits need equal layouts."""
+
+    def sums(case):
+        text = built(case).asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, flags=re.MULTILINE))
+        operands = re.findall(r"\}\) : \(tensor<(\w+), (#\w+)>\) ->", text)
+        return {(shape, layouts[layout]) for shape, layout in operands}
+
+    assert len(sums(f"gdn_fold-{name}")) == 2
+    assert sums(f"gdn_verify-{name}") == sums(f"gdn_fold-{name}")

@@ -1,0 +1,68 @@
+"""The small product's kernel against its reference, and alone against itself in company."""
+
+import pytest
+import torch
+
+from kernels.linear import linear
+from kernels.linear.kernel import SPLITS, cut, product
+from kernels.linear.reference import linear as reference
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "N"), [((1, 40), 7), ((2, 3, 200), 130), ((17, 64), 64), ((1, 1024), 65)], ids=str
+)
+def test_equals_reference(random, distance, shape, N, dtype):
+    x, weight = random(*shape, dtype=dtype), random(N, shape[-1], dtype=dtype, scale=0.1)
+    actual = linear(x, weight)
+    assert actual.dtype == dtype
+    limit = 1e-6 if dtype.itemsize == 4 else 1e-3
+    assert distance(actual, reference(x, weight)) < limit
+
+
+def test_short_weight_is_cut_along_k_and_summed_in_one_order(random, distance):
+    """Twice, because the counters must be left as they were found."""
+    x, weight = random(3, 2048), random(70, 2048, scale=0.05)
+    assert cut(70, 2048, 4).split == SPLITS[-1]
+    first = linear(x, weight)
+    assert distance(first, reference(x, weight)) < 1e-6
+    assert torch.equal(linear(x, weight), first)
+
+
+@pytest.mark.parametrize("K", [96, 1024], ids=lambda K: f"K={K}")
+def test_column_does_not_depend_on_its_neighbours(random, K):
+    x, weight = random(33, K, dtype=HALF), random(70, K, dtype=HALF)
+    x[2] = float("nan")
+    together = linear(x, weight)
+    for rows in (slice(0, 1), slice(8, 16), slice(16, 33)):
+        assert torch.equal(together[rows], linear(x[rows], weight))
+
+
+def test_more_rows_than_a_tile_and_than_the_kernel_takes(random, distance):
+    weight = random(10, 32)
+    for M in (130, 300):
+        x = random(M, 32)
+        assert distance(linear(x, weight), reference(x, weight)) < 1e-6
+
+
+def test_views_and_no_rows(random):
+    wide, weight = random(5, 100), random(40, 32).t()
+    rows = wide[:, 4:44]
+    assert torch.equal(linear(rows, weight), linear(rows.contiguous(), weight.contiguous()))
+    assert linear(random(0, 40), weight).shape == (0, 32)
+
+
+def test_result_may_be_wider_than_the_inputs(random, distance):
+    x, weight = random(2, 64, dtype=HALF), random(30, 64, dtype=HALF)
+    wide = product(x, weight, torch.float32)
+    assert distance(wide, reference(x.float(), weight.float())) < 1e-6
+
+
+def test_cut_follows_the_weight_alone():
+    for N, K in ((5120, 6144), (5120, 17408), (34816, 5120), (248320, 5120), (2048, 512)):
+        plan = cut(N, K, 2)
+        assert plan.block_n == 64
+        assert plan.split in SPLITS
+        assert plan.split * 2 <= max(-(-K // plan.block_k), 2)
