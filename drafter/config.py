@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -11,7 +10,7 @@ import structlog
 import torch
 
 from drafter.context import PAGE_SIZE, ContextPlan
-from outrider import pair
+from outrider import pair, serving
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
 
@@ -111,7 +110,8 @@ class DraftConfig:
             dtype=options.dtype,
             device=choose_device(options.device),
         )
-        return config.fitting_memory(memory_bytes(config.device), least, wanted is None)
+        available = serving.memory_bytes(str(config.device))
+        return config.fitting_memory(available, least, wanted is None)
 
     def fitting_memory(self, available_bytes: int, least: int, may_shorten: bool) -> Self:
         """This config, with as long a context as half of the memory holds if it may be shortened.
@@ -187,10 +187,3 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: expected one that is there, got {name!r}")
     return device
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, or what this host has in all."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,7 +1,7 @@
 """Builds a proposal head's shortlist: `python -m models.shortlist --rows N --output FILE`.
 
-A drafter that proposes from the most frequent tokens alone reads fewer rows of the head each round;
 A drafter that proposes from the most frequent tokens alone reads fewer rows of the head a round;
+what it never proposes costs acceptance, never correctness. The file lists
 public ids, most frequent first, so that a tie between logits goes to the more frequent token.
 Tokens that text does not show but that replies need (ends, roles, tools, thinking) are always in.
 

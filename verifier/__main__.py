@@ -138,7 +138,8 @@ class Plan:
     """What will be allocated and served, decided before anything is.
 
     Raises:
-        OptionError: K, context or message size that the pair cannot serve.
+        CheckpointError: a numeric profile or K that the pair does not have.
+        OptionError: context or message size that the pair cannot serve.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Plan:
         draft: DraftFacts,
     ) -> None:
         self.options, self.config, self.target, self.draft = options, config, target, draft
+        pair.activation_dtype(options.dtype)  # refuses every other profile by name
         self.dtype = PROFILES[options.dtype]
         self.draft_tokens = draft.draft_tokens(options.draft_tokens)
         self.width = self.draft_tokens + 1
@@ -167,6 +169,21 @@ class Plan:
                 f"{serving.MESSAGE_LIMIT} bytes, got {options.max_concurrency} x {self.width} x "
                 f"{self.row_bytes} = {round_bytes}"
             )
+        self.sizes = [
+            *weight_plan(target, config, self.dtype),
+            *state_plan(
+                config,
+                lanes=options.max_concurrency,
+                max_context=self.max_context,
+                width=self.width,
+                dtype=self.dtype,
+            ),
+        ]
+        needed = sum(size for _, size in self.sizes)
+        available = serving.memory_bytes(str(options.device))
+        if needed > available:
+            terms = " + ".join(f"{what} {size}" for what, size in self.sizes)
+            raise OptionError(f"memory: expected at most {available} bytes, got {terms} = {needed}")
 
     def build(self, checkpoint: Checkpoint, running: Running) -> tuple[Engine, Backend]:
         """Loads weights, allocates state and wires the engine."""
@@ -194,6 +211,7 @@ class Plan:
         link = DrafterLink(
             options.drafter,
             self.hello(),
+            row_bytes=self.row_bytes,
             window=self.draft.window,
             all_local=self.draft.full_layer_count == 0,
             timeout_ns=options.draft_timeout_ms * 1_000_000,
@@ -242,16 +260,16 @@ class Plan:
 
     def backlog_rows(self) -> int:
         """Unsent feature rows that one sequence may hold: its share of the backlog memory."""
+        # a chunk's rows arrive at once, before any of them can be sent
+        least = max(self.draft.window, self.width)
         if self.options.feature_backlog_mib is None:
-            # a chunk's rows arrive at once, before any of them can be sent
-            return max(self.draft.window, self.options.prefill_chunk, self.width)
+            return max(least, self.options.prefill_chunk)
         share = (self.options.feature_backlog_mib << 20) // self.options.max_concurrency
         rows = share // self.row_bytes
-        if rows < self.width:
+        if rows < least:
             raise OptionError(
-                f"--feature-backlog-mib: expected room for {self.width} rows of "
-                f"{self.row_bytes} bytes for each of {self.options.max_concurrency} sequences, "
-                f"got {rows}"
+                f"--feature-backlog-mib: expected room for {least} rows of {self.row_bytes} bytes "
+                f"for each of {self.options.max_concurrency} sequences, got {rows}"
             )
         return rows
 
@@ -273,14 +291,6 @@ class Plan:
 
     def summary(self) -> dict[str, object]:
         """The plan for the log, sizes in MiB."""
-        state = state_plan(
-            self.config,
-            lanes=self.options.max_concurrency,
-            max_context=self.max_context,
-            width=self.width,
-            dtype=self.dtype,
-        )
-        weights = weight_plan(self.target, self.config, self.dtype)
         return {
             "device": str(self.options.device),
             "dtype": self.options.dtype,
@@ -288,7 +298,7 @@ class Plan:
             "draft_tokens": self.draft_tokens,
             "max_concurrency": self.options.max_concurrency,
             "max_context": self.max_context,
-            "mib": {what: round(size / 2**20, 1) for what, size in [*weights, *state]},
+            "mib": {what: round(size / 2**20, 1) for what, size in self.sizes},
         }
 
 

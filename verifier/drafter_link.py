@@ -29,8 +29,10 @@ from outrider.v1 import draft_service_pb2_grpc
 log = structlog.get_logger("outrider.drafter_link")
 
 FEATURE_ROWS_PER_MESSAGE = 64
+FEATURE_MESSAGE_BYTES = serving.MESSAGE_LIMIT - 4096  # room for the fields beside the rows
 UNANSWERED_FEATURES = 8
 FEATURE_ALLOWANCE_NS = 50_000_000  # added to a round's deadline for each Features message before it
+WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S, REFUSED_BACKOFF_S = 0.1, 5.0, 30.0
 # after one of these the drafter has no usable context under this epoch
 REOPENING = frozenset({"SEQUENCE_NOT_FOUND", "FEATURES_GAP", "FRONTIER_MISMATCH"})
@@ -149,6 +151,7 @@ class DrafterLink:
     Args:
         address: gRPC target of the drafter.
         hello: First message of every stream.
+        row_bytes: Size of one feature row.
         window: S, or 0 when the draft has no local layer.
         timeout_ns: Longest wait for a RoundReply.
         backlog_rows: Unsent feature rows that one sequence may hold.
@@ -161,6 +164,7 @@ class DrafterLink:
         address: str,
         hello: wire.Hello,
         *,
+        row_bytes: int,
         window: int,
         all_local: bool,
         timeout_ns: int,
@@ -174,6 +178,7 @@ class DrafterLink:
         self.detail = "not connected yet"
         self._hello = hello
         self._width = hello.draft_tokens + 1
+        self._message_rows = min(FEATURE_ROWS_PER_MESSAGE, FEATURE_MESSAGE_BYTES // row_bytes)
         self._window = window
         self._all_local = all_local
         self._timeout_ns = timeout_ns
@@ -191,8 +196,9 @@ class DrafterLink:
         self._next_sequence_id = 1
         self._round_index = 0
         self._unanswered_round: tuple[int, int] | None = None  # index, deadline
-        self._unanswered_features = 0
-        self._features_since_round = 0
+        self._features_sent = 0  # messages, in this stream
+        self._features_answered = 0  # of these, before the last answered Round
+        self._features_at_round = 0  # sent before the unanswered Round
         self._drafter_max_context = 0
 
     # ---- life ---------------------------------------------------------------------------------
@@ -262,8 +268,8 @@ class DrafterLink:
     def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
         """Takes committed feature rows [n, taps * H] at [first_position, first_position + n).
 
-        A sequence whose unsent rows would exceed its share opens again S rows back: memory stays
-        bounded whatever the drafter's speed, and the shorter coverage is told honestly.
+        A sequence whose unsent rows would exceed its share opens again at most S rows back: memory
+        stays bounded whatever the drafter's speed, and the shorter coverage is told honestly.
         """
         if not context.is_open:
             return
@@ -274,7 +280,8 @@ class DrafterLink:
         context.unsent.append(rows)
         context.unsent_rows += len(rows)
         if context.unsent_rows > self._backlog_rows:
-            kept = min(context.unsent_rows, self._window or self._backlog_rows)
+            # not the whole share: what follows must not overflow it again at once
+            kept = min(self._window or self._backlog_rows, 3 * self._backlog_rows // 4)
             context.take(context.unsent_rows - kept)
             self.counters["backlog_reopens"] += 1
             self._open(context, context.sent_frontier)
@@ -308,7 +315,7 @@ class DrafterLink:
         budget = 1 if drafting else UNANSWERED_FEATURES
         for context in self._contexts.values():
             while self.has_backlog(context) and self._stream is not None:
-                if self._unanswered_features >= UNANSWERED_FEATURES:
+                if self._features_sent - self._features_answered >= UNANSWERED_FEATURES:
                     if self._unanswered_round is None and not drafting:
                         self._send_round([])
                     return
@@ -320,10 +327,9 @@ class DrafterLink:
     def _send_features(self, context: Context) -> None:
         assert self._stream is not None
         first = context.sent_frontier
-        rows = context.take(min(FEATURE_ROWS_PER_MESSAGE, context.unsent_rows))
+        rows = context.take(min(self._message_rows, context.unsent_rows))
         assert rows is not None
-        self._unanswered_features += 1
-        self._features_since_round += 1
+        self._features_sent += 1
         self.counters["feature_rows"] += len(rows)
         self._stream.send(
             features=wire.Features(
@@ -358,7 +364,7 @@ class DrafterLink:
         reply = self._wait_for_reply()
         if reply is None:
             self.counters["rounds_without_reply"] += 1
-            return NOTHING
+            return Exchange({}, 0, time.monotonic_ns() - started)
         by_id = {ask.context.sequence_id: ask for ask in asks}
         proposals = {}
         for row in reply.rows:
@@ -397,7 +403,8 @@ class DrafterLink:
     def _send_round(self, rows: Sequence[wire.RoundRow]) -> None:
         assert self._stream is not None
         self._round_index += 1
-        allowance = self._features_since_round * FEATURE_ALLOWANCE_NS
+        self._features_at_round = self._features_sent
+        allowance = (self._features_sent - self._features_answered) * FEATURE_ALLOWANCE_NS
         deadline = time.monotonic_ns() + self._timeout_ns + allowance
         self._unanswered_round = (self._round_index, deadline)
         self.counters["rounds"] += 1
@@ -460,7 +467,7 @@ class DrafterLink:
             return None
         self._unanswered_round = None
         # the stream is ordered: every Features message before the Round has been applied
-        self._unanswered_features = self._features_since_round = 0
+        self._features_answered = self._features_at_round
         for row in reply.rows:
             if row.WhichOneof("outcome") == "fault":
                 self._fault(row.sequence_id, row.epoch, row.fault)
@@ -502,7 +509,7 @@ class DrafterLink:
         self._drafter_max_context = welcome.max_context
         self._round_index = 0  # it counts within a stream
         self._unanswered_round = None
-        self._unanswered_features = self._features_since_round = 0
+        self._features_sent = self._features_answered = self._features_at_round = 0
         self.state, self.detail = "connected", ""
         self.counters["connections"] += 1
         log.info("drafter_connected", address=self.address, version=welcome.version)
@@ -526,9 +533,14 @@ class DrafterLink:
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
             stream = _Stream(stub)
             self._dialling = stream
+            # a peer that takes the call and says nothing would hold the dial for ever
+            silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
+            silence.daemon = True
+            silence.start()
             try:
                 stream.send(hello=self._hello)
                 for message in stream.call:
+                    silence.cancel()
                     welcomed = True
                     self._deliver(_Arrived(stream, message))
             except grpc.RpcError as error:
@@ -536,6 +548,7 @@ class DrafterLink:
                 detail = f"{fault.reason}: {fault.message}"
                 refused = fault.reason == "MODEL_MISMATCH"
             finally:
+                silence.cancel()
                 stream.close()
                 channel.close()
             if self._stopping.is_set():

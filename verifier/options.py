@@ -64,6 +64,8 @@ class VerifierOptions:
             ("--max-concurrency", arguments.max_concurrency, 1, MOST_CONCURRENCY),
             ("--prefill-chunk", chunk, 1, 1 << 16),
             ("--max-queue", arguments.max_queue, 0, 1 << 20),
+            # prefix checkpoints are not served yet
+            ("--checkpoint-slots", arguments.checkpoint_slots, 0, 0),
         ):
             if not first <= value <= last:
                 raise OptionError(f"{name}: expected {first} to {last}, got {value}")

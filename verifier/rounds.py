@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import structlog
 import torch
 
 from outrider.faults import FaultError
@@ -24,6 +25,8 @@ from verifier.preview import Preview
 from verifier.request import Delta, Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
 from verifier.target import Forward, Target
+
+log = structlog.get_logger("outrider.rounds")
 
 
 @dataclass(frozen=True)
@@ -275,11 +278,13 @@ class Rounds:
         kept = preview.count
         token_ids = allowed.token_ids[:kept]
         first = row.frontier
+        plain = drafted is None and self.wanted(row) > 0
         if isinstance(licensed.block, VerifiedBlock):
             row.frontier += kept
             if row.context is not None:
                 features = licensed.block.forward.features[index, :kept]
                 self.link.extend(row.context, first, features)
+            row.usage.plain_rounds += plain
             trace = self._account(row, drafted, min(allowed.accepted, kept), kept, first)
         else:
             trace = None
@@ -303,8 +308,15 @@ class Rounds:
         usage.accepted += accepted
         for position in range(accepted):
             usage.accepted_per_position[position] += 1
-        if drafted is None and row.request.draft_tokens:
-            usage.plain_rounds += 1
+        log.debug(
+            "round_committed",
+            request_id=row.request.request_id,
+            sample=row.request.sample_index,
+            frontier=first,
+            proposed=len(proposed),
+            accepted=accepted,
+            committed=kept,
+        )
         if not row.request.return_rounds:
             return None
         return RoundTrace(first, proposed, accepted, kept)

@@ -40,8 +40,8 @@ from kernels.dispatch import select
 class Purpose(IntEnum):
     """What a draw decides. Draws of one position that must be independent differ in it."""
 
-    PREFILL = 0  # the first token after a prompt
-    DECODE = 1  # a plain step's token
+    PREFILL = 0  # reserved: a prompt's first token is a plain step at its last column
+    DECODE = 1  # reserved: a plain step draws its bonus
     ACCEPT = 2  # whether a proposal passes
     CORRECTION = 3  # the token after a rejected proposal
     BONUS = 4  # the token after all proposals passed

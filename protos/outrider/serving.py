@@ -114,6 +114,15 @@ def announce_ready(address: str) -> None:
     print(f"ready {address}", flush=True)
 
 
+def memory_bytes(device: str) -> int:
+    """Free memory of a GPU, or what this host has in all."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 # --- health and reflection
 
 
@@ -251,8 +260,13 @@ def configure_logs(level: str = "info") -> None:
     import structlog
 
     on_terminal = sys.stderr.isatty()
+    # structlog's own choice shows every local variable: prompts and tensors do not belong in a log,
+    # and printing them holds the engine's thread up for seconds
+    console = structlog.dev.ConsoleRenderer(
+        colors="NO_COLOR" not in os.environ, exception_formatter=structlog.dev.plain_traceback
+    )
     last: list[Any] = (
-        [structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)]
+        [console]
         if on_terminal
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -539,14 +553,14 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="MIB",
         default=None,
-        help="host memory for features not yet sent (default: B x S rows)",
+        help="host memory for unsent features (default: B times the larger of window and chunk)",
     )
     group.add_argument(
         "--max-queue",
         type=int,
         metavar="N",
         default=64,
-        help="requests that may wait (default: %(default)s)",
+        help="samples that may wait beside those that run (default: %(default)s)",
     )
     group.add_argument(
         "--queue-timeout-ms",

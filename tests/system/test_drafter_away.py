@@ -71,7 +71,8 @@ def test_requests_run_plainly_before_the_drafter_ever_came(dense, alone, oracle)
     )
     assert list(completion.token_ids) == greedy(oracle, prompt(20), 30)
     assert completion.usage.proposed == 0
-    assert completion.usage.plain_rounds == 29
+    assert completion.usage.rounds == 29
+    assert completion.usage.plain_rounds == 28  # the last has room for no proposal
     assert client.server_info().drafter_state == "connecting"
 
 

@@ -93,6 +93,7 @@ class Setup:
         self.drafter = ScriptedDrafter(answer)
         hello = wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100))
         arguments = {
+            "row_bytes": 4 * WIDTH,
             "window": S,
             "all_local": True,
             "timeout_ns": 5_000_000_000,
@@ -342,6 +343,48 @@ def test_a_backlog_beyond_its_share_opens_again_S_rows_back(setup):
     )
 
 
+def test_a_backlog_that_stays_full_does_not_reopen_at_every_row(setup):
+    s = setup(all_local=False, backlog_rows=S)
+    context = s.opened(0, 100)
+    for position in range(40):
+        s.link.extend(context, position, features(position, position + 1))
+        assert context.unsent_rows <= S
+    assert s.link.counters["backlog_reopens"] <= 40 / (S - 3 * S // 4) + 1
+
+
+def test_eight_features_messages_are_unanswered_at_most_whatever_is_answered_late(setup):
+    held: list[wire.Round] = []
+
+    def hold_rounds(event):
+        if event.WhichOneof("event") == "round":
+            held.append(event.round)
+            return None
+        return greedy(event)
+
+    s = setup(hold_rounds, all_local=False, backlog_rows=5000)
+    first, second = s.opened(0, 900), s.opened(0, 900)
+    s.link.extend(first, 0, features(0, 256))
+    s.link.pump(drafting=False)
+    assert len(s.drafter.wait_for("features", 4)) == 4
+    s.link._send_round([])
+    s.link.extend(second, 0, features(0, 900))
+    s.link.pump(drafting=False)
+    s.drafter.wait_for("features", 8)
+    s.drafter.wait_for("round")
+    # the Round answers the four before it, not the four behind it
+    arrived = wire.DraftRoundsResponse(round_reply=reply_to(held[0]))
+    s.link._apply(_arrived(s.link, arrived))
+    s.link.pump(drafting=False)
+    s.drafter.wait_for("features", 12)
+    assert len(s.drafter.of("features")) == 12
+
+
+def _arrived(link, message):
+    from verifier.drafter_link import _Arrived
+
+    return _Arrived(link._stream, message)
+
+
 def test_nothing_is_asked_beyond_the_drafters_context(setup):
     s = setup()
     context = s.opened(996, 0)
@@ -380,6 +423,7 @@ def test_a_mismatch_is_a_refusal_and_rounds_stay_plain():
     link = DrafterLink(
         f"127.0.0.1:{drafter.port}",
         wire.Hello(draft_tokens=K),
+        row_bytes=4 * WIDTH,
         window=S,
         all_local=True,
         timeout_ns=10**9,
