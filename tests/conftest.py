@@ -12,5 +12,12 @@ import structlog
 import torch
 
 torch.set_num_threads(1)
-# servers in tests log what needs attention, not every round
-structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+# servers in tests log what needs attention, not every round, and tracebacks without all the locals
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ],
+    wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+)

@@ -405,6 +405,19 @@ def test_logs_are_json_lines_on_standard_error_when_that_is_no_terminal():
     }
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_logged_exception_shows_no_values_of_variables(on_terminal):
+    done = run_python(
+        f"import sys; sys.stderr.isatty = lambda: {on_terminal}\n"
+        "from outrider import serving; serving.configure_logs('info'); import structlog\n"
+        "prompt = 'a' + 'secret'\n"
+        "try:\n    1 / 0\n"
+        "except ZeroDivisionError:\n    structlog.get_logger().exception('round_failed')"
+    )
+    assert "ZeroDivisionError" in done.stderr
+    assert "asecret" not in done.stderr
+
+
 def test_progress_that_is_quick_prints_nothing_and_slow_progress_prints_lines(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
