@@ -102,7 +102,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
     rows = x.reshape(-1, K)
     M = rows.shape[0]
     if M > WIDEST or not M * N:
-        return F.linear(x, weight).to(dtype)
+        if dtype != x.dtype:
+            return F.linear(x.to(dtype), weight.to(dtype))
+        return F.linear(x, weight)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     plan = cut(N, K, weight.element_size())

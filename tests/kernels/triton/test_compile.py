@@ -101,6 +101,80 @@ CASES = {
         )
         for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
     },
+    **{
+        f"causal_attention-{name}-{'prefill' if whole else 'block'}": (
+            "causal_attention.attend_kernel",
+            {
+                **dict.fromkeys(("query", "key", "value", "gate", "key_pages", "out"), BF16),
+                "value_pages": "*fp16",
+                **dict.fromkeys(("page_tables", "frontiers", "counts"), INT64),
+                **dict.fromkeys(("partial", "statistics"), FP32),
+                "scale": "fp32",
+            },
+            {
+                "HKV": key_heads,
+                "GROUP": group,
+                "D": 256,
+                "WHOLE": whole,
+                "SPLIT": 256,
+                "ROWS": 128 if whole else 64,
+                "KEYS": 64,
+                "BLOCK": 256,
+            },
+            {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False},
+        )
+        for name, key_heads, group in (("27B", 4, 6), ("35B", 2, 8))
+        for whole in (False, True)
+    },
+    "causal_attention-combine": (
+        "causal_attention.combine_kernel",
+        {
+            **dict.fromkeys(("partial", "statistics"), FP32),
+            **dict.fromkeys(("gate", "out"), BF16),
+            **dict.fromkeys(("frontiers", "counts"), INT64),
+        },
+        {"D": 256, "SPLIT": 256, "RUNS": 16, "BLOCK": 256},
+        {},
+    ),
+    "moe-route": (
+        "moe.route_kernel",
+        {
+            **dict.fromkeys(("x", "shared_gate"), BF16),
+            **dict.fromkeys(("scores", "weights", "openness"), FP32),
+            "experts": "*i32",
+        },
+        {"H": 2048, "E": 256, "TOP": 8, "EXPERTS": 256, "RANKS": 8, "BLOCK": 2048},
+        {},
+    ),
+    **{
+        f"moe-{name}-{'expert' if by_number else 'pair'}": (
+            f"moe.{name}_kernel",
+            {**dict.fromkeys(pointers, BF16), "experts": "*i32"},
+            constants
+            | {
+                "H": 2048,
+                "ROUTED": 512,
+                "SHARED": 512,
+                "BY_NUMBER": by_number,
+                "BLOCK_N": 64,
+                "BLOCK_K": 128,
+                "PAIRS": 128,
+                "COLUMNS": 16,
+            },
+            {"num_stages": 3},
+        )
+        for name, pointers, constants in (
+            ("expand", ("x", "gate_up", "shared_gate_up", "hidden"), {"TOP": 8}),
+            ("contract", ("hidden", "down", "shared_down", "out"), {}),
+        )
+        for by_number in (False, True)
+    },
+    "moe-mix": (
+        "moe.mix_kernel",
+        {"parts": BF16, "weights": FP32, "openness": FP32, "out": BF16},
+        {"TOP": 8, "BLOCK": 1024},
+        {},
+    ),
 }
 
 

@@ -1,0 +1,313 @@
+"""Triton form; see the contract.
+
+The query heads that share a key head are further columns of one product. Positions are cut into
+runs of SPLIT at multiples of it; a program scores one run, and a second kernel adds a column's runs
+in ascending order, as many as its own position asks for. So the arithmetic of a column follows from
+its position alone: not from the width of its block, its neighbours, or the length of the page
+table, which only decides how many programs are launched. More than NARROW columns (a prefill) are
+not cut: a program goes through all positions before its columns.
+
+Nothing is read from a cell that this call writes: keys and values from the frontier on are taken
+from the arguments, rounded as in a page, and each program stores those of its own columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+NARROW = 32
+SPLIT = 256  # positions of a run
+RUNS = 16  # added at a time
+
+
+@triton.jit
+def _extend(scores, values, greatest, total, attended):
+    """Takes a running softmax, in powers of two, over further positions."""
+    higher = tl.maximum(greatest, tl.max(scores, axis=1))
+    # a row that has seen nothing yet stays at -inf and weighs nothing
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(greatest - base)
+    total = total * kept + tl.sum(weights, axis=1)
+    attended = attended * kept[:, None]
+    attended = tl.dot(weights.to(values.dtype), values, attended, input_precision="ieee")
+    return higher, total, attended
+
+
+@triton.jit
+def attend_kernel(  # noqa: PLR0915
+    query,
+    key,
+    value,
+    gate,
+    key_pages,
+    value_pages,
+    page_tables,
+    frontiers,
+    counts,
+    partial,
+    statistics,
+    out,
+    scale,
+    width,
+    table_width,
+    page,
+    runs,
+    query_row,
+    query_column,
+    query_head,
+    key_row,
+    key_column,
+    key_head,
+    value_row,
+    value_column,
+    value_head,
+    gate_row,
+    gate_column,
+    gate_head,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Run program_id(0), rows (column, head of the group) of tile program_id(1), key head.
+
+    partial is FP32 [B, width, HKV*GROUP, runs, D]; statistics [.., runs, 2] hold each run's
+    greatest exponent and its sum of exponentials. WHOLE writes `out` instead.
+    """
+    row = (tl.program_id(2) // HKV).to(tl.int64)
+    shared = tl.program_id(2) % HKV
+    frontier = tl.load(frontiers + row).to(tl.int32)
+    count = tl.minimum(tl.load(counts + row), width).to(tl.int32)
+    line = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = line // GROUP
+    head = shared * GROUP + line % GROUP
+    live = column < count
+    first_column = tl.program_id(1) * ROWS // GROUP
+    end_column = tl.minimum(count, tl.cdiv((tl.program_id(1) + 1) * ROWS, GROUP))
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    own = live[:, None] & inside[None, :]
+
+    first = 0
+    end = frontier + end_column
+    if not WHOLE:
+        first = tl.program_id(0) * SPLIT
+        end = tl.minimum(end, first + SPLIT)
+    if (first_column < count) & (first < end):
+        asked = query + row * query_row + column[:, None].to(tl.int64) * query_column
+        asked = tl.load(asked + head[:, None] * query_head + at[None, :], mask=own, other=0.0)
+        greatest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        attended = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        # tiles that are stored and visible throughout
+        solid = first + tl.maximum(tl.minimum(frontier, end) - first, 0) // KEYS * KEYS
+        for start in range(first, solid, KEYS):
+            place = start + tl.arange(0, KEYS)
+            cell = tl.load(page_tables + row * table_width + place // page) * page + place % page
+            cell = (cell * HKV + shared) * D
+            keys = tl.load(key_pages + cell[None, :] + at[:, None], mask=inside[:, None], other=0.0)
+            values = tl.load(
+                value_pages + cell[:, None] + at[None, :], mask=inside[None, :], other=0.0
+            )
+            scores = tl.dot(asked, keys.to(asked.dtype), input_precision="ieee") * scale
+            greatest, total, attended = _extend(scores, values, greatest, total, attended)
+        # the last of what is stored, and the block's own, which is stored on the way
+        for start in tl.range(solid, end, KEYS, num_stages=1):
+            place = start + tl.arange(0, KEYS)
+            stored, fresh = place < tl.minimum(frontier, end), (place >= frontier) & (place < end)
+            table = page_tables + row * table_width + place // page
+            cell = tl.load(table, mask=place < end, other=0) * page + place % page
+            cell = (cell * HKV + shared) * D
+            nth = tl.where(fresh, place - frontier, 0).to(tl.int64)
+            mine = fresh & (nth >= first_column)
+
+            stored_key = stored[None, :] & inside[:, None]
+            fresh_key = fresh[None, :] & inside[:, None]
+            keys = key_pages + cell[None, :] + at[:, None]
+            source = key + row * key_row + shared * key_head
+            newer = tl.load(
+                source + nth[None, :] * key_column + at[:, None], mask=fresh_key, other=0.0
+            ).to(key_pages.dtype.element_ty)
+            older = tl.load(keys, mask=stored_key, other=0.0)
+            tl.store(keys, newer, mask=mine[None, :] & inside[:, None])
+            keys = tl.where(fresh[None, :], newer, older)
+            scores = tl.dot(asked, keys.to(asked.dtype), input_precision="ieee") * scale
+            visible = place[None, :] <= frontier + column[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+
+            stored_value = stored[:, None] & inside[None, :]
+            fresh_value = fresh[:, None] & inside[None, :]
+            values = value_pages + cell[:, None] + at[None, :]
+            source = value + row * value_row + shared * value_head
+            newer = tl.load(
+                source + nth[:, None] * value_column + at[None, :], mask=fresh_value, other=0.0
+            ).to(value_pages.dtype.element_ty)
+            older = tl.load(values, mask=stored_value, other=0.0)
+            tl.store(values, newer, mask=mine[:, None] & inside[None, :])
+            values = tl.where(fresh[:, None], newer, older)
+            greatest, total, attended = _extend(scores, values, greatest, total, attended)
+        line_out = (row * width + column) * (HKV * GROUP) + head
+        if WHOLE:
+            opening = gate + row * gate_row + column[:, None].to(tl.int64) * gate_column
+            opening = tl.load(
+                opening + head[:, None] * gate_head + at[None, :], mask=own, other=0.0
+            )
+            attended = attended / total[:, None] / (1.0 + tl.exp(-opening.to(tl.float32)))
+            cells = line_out[:, None] * D + at[None, :]
+            tl.store(out + cells, attended.to(out.dtype.element_ty), mask=own)
+        else:
+            line_out = line_out * runs + tl.program_id(0)
+            tl.store(partial + line_out[:, None] * D + at[None, :], attended, mask=own)
+            tl.store(statistics + 2 * line_out, greatest, mask=live)
+            tl.store(statistics + 2 * line_out + 1, total, mask=live)
+    if WHOLE:
+        dead = (column >= count) & (column < width)
+        cells = ((row * width + column) * (HKV * GROUP) + head)[:, None] * D + at[None, :]
+        nothing = tl.zeros((ROWS, BLOCK), dtype=tl.float32).to(out.dtype.element_ty)
+        tl.store(out + cells, nothing, mask=dead[:, None] & inside[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    partial,
+    statistics,
+    gate,
+    frontiers,
+    counts,
+    out,
+    width,
+    runs,
+    gate_row,
+    gate_column,
+    gate_head,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the runs of head program_id(1) of column program_id(0), counted over all rows."""
+    line = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row, column = line // width, line % width
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    cell = (line * tl.num_programs(1) + head) * D + at
+    if column < tl.load(counts + row):
+        partial += (line * tl.num_programs(1) + head) * runs * D
+        statistics += (line * tl.num_programs(1) + head) * runs * 2
+        needed = ((tl.load(frontiers + row) + column) // SPLIT + 1).to(tl.int32)
+        greatest = float("-inf")
+        total = 0.0
+        attended = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, needed, RUNS):
+            run = first + tl.arange(0, RUNS)
+            present = run < needed
+            peaks = tl.load(statistics + 2 * run, mask=present, other=float("-inf"))
+            sums = tl.load(statistics + 2 * run + 1, mask=present, other=0.0)
+            parts = tl.load(
+                partial + run[:, None] * D + at[None, :],
+                mask=present[:, None] & inside[None, :],
+                other=0.0,
+            )
+            higher = tl.maximum(greatest, tl.max(peaks))
+            weights = tl.exp2(peaks - higher)
+            kept = tl.exp2(greatest - higher)
+            total = total * kept + tl.sum(weights * sums)
+            attended = attended * kept + tl.sum(weights[:, None] * parts, axis=0)
+            greatest = higher
+        opening = gate + row * gate_row + column * gate_column + head * gate_head + at
+        opening = tl.load(opening, mask=inside, other=0.0).to(tl.float32)
+        attended = attended / total / (1.0 + tl.exp(-opening))
+        tl.store(out + cell, attended.to(out.dtype.element_ty), mask=inside)
+    else:
+        nothing = tl.zeros((BLOCK,), dtype=tl.float32)
+        tl.store(out + cell, nothing.to(out.dtype.element_ty), mask=inside)
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gate: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    frontiers: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Stores the live columns' keys and values, then attends causally."""
+    B, W, Hq, D = query.shape
+    page, Hkv = key_pages.shape[1:3]
+    group = Hq // Hkv
+    query, key, value, gate = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, gate)
+    )
+    page_tables = page_tables.contiguous()
+    N = page_tables.shape[1]
+    whole = W > NARROW
+    runs = 1 if whole else triton.cdiv(N * page, SPLIT)
+    out = query.new_empty(B, W, Hq * D)
+    partial = statistics = out
+    if not whole:
+        partial = query.new_empty((B, W, Hq, runs, D), dtype=torch.float32)
+        statistics = query.new_empty((B, W, Hq, runs, 2), dtype=torch.float32)
+    narrow = key_pages.element_size() <= 2
+    rows = 128 if whole and narrow else 64
+    block = max(triton.next_power_of_2(D), 16)
+    attend_kernel[(runs, triton.cdiv(W * group, rows), B * Hkv)](
+        query,
+        key,
+        value,
+        gate,
+        key_pages,
+        value_pages,
+        page_tables,
+        frontiers,
+        counts,
+        partial,
+        statistics,
+        out,
+        D**-0.5 * 1.4426950408889634,  # log2(e): the exponentials are powers of two
+        W,
+        N,
+        page,
+        runs,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *gate.stride()[:3],
+        HKV=Hkv,
+        GROUP=group,
+        D=D,
+        WHOLE=whole,
+        SPLIT=SPLIT,
+        ROWS=rows,
+        KEYS=64 if narrow else 32,
+        BLOCK=block,
+        num_warps=8,
+        num_stages=2,
+        enable_fp_fusion=False,
+    )
+    if not whole:
+        combine_kernel[(B * W, Hq)](
+            partial,
+            statistics,
+            gate,
+            frontiers,
+            counts,
+            out,
+            W,
+            runs,
+            *gate.stride()[:3],
+            D=D,
+            SPLIT=SPLIT,
+            RUNS=RUNS,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,123 @@
+"""The paged attention's kernels against their reference, and alone against in company."""
+
+import pytest
+import torch
+
+from kernels.causal_attention import causal_attention
+from kernels.causal_attention.kernel import SPLIT
+from kernels.causal_attention.reference import causal_attention as reference
+
+NAN = float("nan")
+
+
+def arguments(random, frontiers, counts, W, *, Hq=4, Hkv=2, D=16, page=64, dtype=torch.float32):
+    """Rows over scattered pages; all that must not be read is NaN."""
+    B = len(frontiers)
+    needed = [-(-(f + n) // page) for f, n in zip(frontiers, counts, strict=True)]
+    pages = sum(needed) + 2
+    order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(3)) + 1
+    tables = torch.zeros(B, max(needed) + 1, dtype=torch.int64)
+    key_pages = torch.full((pages, page, Hkv, D), NAN, dtype=dtype)
+    value_pages = key_pages.clone()
+    used = 0
+    for row, (frontier, length) in enumerate(zip(frontiers, needed, strict=True)):
+        tables[row, :length] = order[used : used + length]
+        used += length
+        for position in range(frontier):
+            cell = tables[row, position // page], position % page
+            key_pages[cell] = random(Hkv, D, dtype=dtype)
+            value_pages[cell] = random(Hkv, D, dtype=dtype)
+    block = [random(B, W, heads, D, dtype=dtype) for heads in (Hq, Hkv, Hkv, Hq)]
+    for row, count in enumerate(counts):
+        for plane in block:
+            plane[row, count:] = NAN
+    return [
+        *block,
+        key_pages,
+        value_pages,
+        tables,
+        torch.tensor(frontiers),
+        torch.tensor(counts),
+    ]
+
+
+def copied(x):
+    return [*x[:4], x[4].clone(), x[5].clone(), *x[6:]]
+
+
+def same(a, b):
+    return torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
+        a.nan_to_num(), b.nan_to_num()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("frontiers", "counts", "W", "shape"),
+    [
+        ((0, 5), (3, 1), 3, {}),
+        ((SPLIT - 2, 70), (4, 0), 4, {}),
+        ((13,), (2,), 5, {"Hq": 3, "Hkv": 1, "D": 12, "page": 5}),
+        ((SPLIT + 1,), (1,), 1, {"Hq": 6, "Hkv": 1, "D": 32, "page": 16}),
+        ((30,), (20,), 20, {"Hq": 4, "Hkv": 1}),
+    ],
+    ids=str,
+)
+def test_equals_reference(random, distance, frontiers, counts, W, shape, dtype):
+    x = arguments(random, frontiers, counts, W, dtype=dtype, **shape)
+    mine, theirs = copied(x), copied(x)
+    actual, expected = causal_attention(*mine), reference(*theirs)
+    assert distance(actual, expected) < (2e-6 if dtype.itemsize == 4 else 1.5e-3)
+    for row, count in enumerate(counts):
+        assert not actual[row, count:].any()
+    for plane in (4, 5):
+        assert same(mine[plane], theirs[plane])
+
+
+@pytest.mark.parametrize(("frontier", "count"), [(0, 40), (37, 33)], ids=str)
+def test_prefill_equals_reference(random, distance, frontier, count):
+    x = arguments(random, (frontier,), (count,), 40, page=16)
+    mine, theirs = copied(x), copied(x)
+    assert distance(causal_attention(*mine), reference(*theirs)) < 2e-6
+    for plane in (4, 5):
+        assert same(mine[plane], theirs[plane])
+
+
+def test_values_may_be_stored_narrower_than_keys(random, distance):
+    x = arguments(random, (20,), (3,), 3)
+    x[5] = x[5].half()
+    mine, theirs = copied(x), copied(x)
+    assert distance(causal_attention(*mine), reference(*theirs)) < 1e-3
+    assert same(mine[5], theirs[5])
+
+
+@pytest.mark.parametrize("frontier", [3, SPLIT - 3], ids=lambda f: f"F={f}")
+def test_column_does_not_depend_on_width_neighbours_or_bucket(random, frontier):
+    """Column by column, and in narrower blocks, with a longer table, among rows and alone."""
+    x = arguments(random, (frontier, 90), (8, 2), 8)
+    pages = copied(x)
+    together = causal_attention(*pages)[0]
+    for width in (1, 3):
+        alone = copied(x)
+        for first in range(0, 8, width):
+            count = min(width, 8 - first)
+            part = [plane[:1, first : first + count] for plane in x[:4]]
+            table = torch.nn.functional.pad(x[6][:1], (0, 9))
+            moved = [table, torch.tensor([frontier + first]), torch.tensor([count])]
+            actual = causal_attention(*part, alone[4], alone[5], *moved)
+            assert torch.equal(actual[0], together[first : first + count])
+    for plane in (4, 5):
+        mine = x[6][0]
+        assert same(alone[plane][mine], pages[plane][mine])
+
+
+def test_inputs_may_be_part_of_wider_columns(random):
+    x = arguments(random, (9,), (2,), 2)
+    wide = torch.cat([plane.flatten(2) for plane in x[:4]], dim=-1)
+    sizes = [plane.shape[2] * plane.shape[3] for plane in x[:4]]
+    parts = [
+        part.unflatten(-1, plane.shape[2:])
+        for part, plane in zip(wide.split(sizes, dim=-1), x[:4], strict=True)
+    ]
+    mine = copied(x)
+    assert torch.equal(causal_attention(*parts, *mine[4:]), causal_attention(*copied(x)))
