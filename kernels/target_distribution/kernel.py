@@ -1,0 +1,322 @@
+"""Triton form; see the contract.
+
+Three launches: steps 1 to 5 over chunks of the vocabulary, one program a column that finds what
+stays, and the division. Nothing is sorted. A logit and its id are one integer key (`rank_key`)
+whose order is the contract's, and a filter keeps the keys from some cut on: the cut is bisected
+over counts (top_k) or over masses (top_p), which only grow as the cut falls, sums being taken in
+one fixed order. Greedy columns need the largest key alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.linear_topk.kernel import LOWEST_KEY, key_id, key_value, rank_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.target_distribution import SamplingRows
+
+_CHUNK = 4096
+_PASS = 8192
+# differences of logits: beyond the first, exp is zero in FP32; the second is only a good guess
+_NO_WEIGHT = tl.constexpr(104.0)
+_NEAR = tl.constexpr(32.0)
+_LINEAR_STEPS = tl.constexpr(24)
+
+
+@triton.jit
+def middle(low, high):
+    """The key halfway between two, without overflow."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def _process_kernel(
+    logits,
+    proposals,
+    counts,
+    temperatures,
+    presences,
+    frequencies,
+    repetitions,
+    min_tokens,
+    output_index,
+    lanes,
+    generated_counts,
+    prompt_seen,
+    logit_bias,
+    stop_mask,
+    p,
+    best_keys,
+    faults,
+    V,
+    public_vocab,
+    logits_row,
+    logits_column,
+    proposals_row,
+    CHUNK: tl.constexpr,
+):
+    """Writes zeros, or what a sampled column's steps 1 to 5 leave, into p, and the largest key."""
+    chunk, column = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    width, chunks = tl.num_programs(1), tl.num_programs(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    out = p + (row * width + column) * V + at
+    if column >= tl.load(counts + row):
+        tl.store(out, tl.zeros([CHUNK], tl.float32), mask=at < V)
+    else:
+        public = at < public_vocab
+        logits_at = logits + row * logits_row + column.to(tl.int64) * logits_column + at
+        z = tl.load(logits_at, mask=public, other=0.0).to(tl.float32)
+        fault = tl.max((tl.abs(z) < float("inf")).to(tl.int32) ^ 1, axis=0)
+        lane = tl.load(lanes + row) * V
+        bias = tl.load(logit_bias + lane + at, mask=public, other=0.0)
+        presence, frequency = tl.load(presences + row), tl.load(frequencies + row)
+        repetition = tl.load(repetitions + row)
+        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+            count = tl.load(generated_counts + lane + at, mask=public, other=0)
+            for earlier in range(column):
+                draft = tl.load(proposals + row * proposals_row + earlier)
+                count += (at == draft).to(tl.int32)
+            generated = count > 0
+            seen = tl.load(prompt_seen + lane + at, mask=public, other=0) != 0
+            scaled = tl.where(z > 0.0, tl.div_rn(z, repetition), z * repetition)
+            z = tl.where(seen | generated, scaled, z)
+            bias -= presence * generated.to(tl.float32) + frequency * count.to(tl.float32)
+        z += bias
+        if column < tl.load(min_tokens + row) - tl.load(output_index + row):
+            stops = tl.load(stop_mask + lane + at, mask=public, other=0) != 0
+            z = tl.where(stops, float("-inf"), z)
+        best = tl.max(tl.where(public, rank_key(z, at), LOWEST_KEY), axis=0)
+        line = (row * width + column) * chunks + chunk
+        tl.store(best_keys + line, best)
+        tl.store(faults + line, fault)
+        greedy = tl.load(temperatures + row) <= 0.0
+        tl.store(out, tl.where(public & (not greedy), z, 0.0), mask=at < V)
+
+
+@triton.jit
+def _measure(z_at, public_vocab, cut, min_p, best, temperature, PASS: tl.constexpr):
+    """How many keys from `cut` on weigh at least min_p, and their weight together."""
+    count = tl.zeros([PASS], tl.int32)
+    mass = tl.zeros([PASS], tl.float32)
+    for first in range(0, public_vocab, PASS):
+        at = first + tl.arange(0, PASS)
+        z = tl.load(z_at + at, mask=at < public_vocab, other=float("-inf"))
+        weight = tl.exp((z - best) / temperature)
+        stays = (at < public_vocab) & (rank_key(z, at) >= cut) & (weight >= min_p)
+        count += stays.to(tl.int32)
+        mass += tl.where(stays, weight, 0.0)
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _first_key(value):
+    """The lowest key that a logit of this value may have."""
+    return rank_key(value, tl.full([], 0xFFFFFFFF, tl.int64))
+
+
+@triton.jit
+def _probe(low, high, step):
+    """A key between two: by value first, since weights are exponential in it, then by bits."""
+    by_value = _first_key(0.5 * key_value(low) + 0.5 * key_value(high))
+    fits = (step < _LINEAR_STEPS) & (by_value > low) & (by_value < high)
+    return tl.where(fits, by_value, middle(low, high))
+
+
+@triton.jit
+def _top_k_cut(z_at, public_vocab, top_k, highest, temperature, PASS: tl.constexpr):
+    """The cut that leaves top_k keys: they are distinct, so that there is one."""
+    best = key_value(highest)
+    low, high = tl.full([], LOWEST_KEY, tl.int64), highest + 1
+    kept = tl.full([], 0, tl.int32) + public_vocab
+    probe = _first_key(best - _NEAR)
+    step = tl.full([], 0, tl.int32)
+    while kept > top_k:
+        found, _ = _measure(z_at, public_vocab, probe, 0.0, best, temperature, PASS)
+        enough = found >= top_k
+        low = tl.where(enough, probe, low)
+        kept = tl.where(enough, found, kept)
+        high = tl.where(enough, high, probe)
+        probe = _probe(low, high, step)
+        step += 1
+    return low
+
+
+@triton.jit
+def _top_p_cut(z_at, public_vocab, cut, top_p, highest, temperature, PASS: tl.constexpr):
+    """The highest cut whose mass reaches top_p of the mass from `cut` on."""
+    best = key_value(highest)
+    _, whole = _measure(z_at, public_vocab, cut, 0.0, best, temperature, PASS)
+    goal = top_p * whole
+    # what has no weight changes no mass
+    low, high = tl.maximum(cut, _first_key(best - _NO_WEIGHT * temperature)), highest + 1
+    # keys from low on, at most, and from high on
+    upper = tl.full([], 0, tl.int32) + public_vocab
+    lower = tl.full([], 0, tl.int32)
+    step = tl.full([], 0, tl.int32)
+    while (upper - lower > 1) & (low + 1 < high):
+        probe = _probe(low, high, step)
+        found, reached = _measure(z_at, public_vocab, probe, 0.0, best, temperature, PASS)
+        enough = reached >= goal
+        low = tl.where(enough, probe, low)
+        upper = tl.where(enough, found, upper)
+        high = tl.where(enough, high, probe)
+        lower = tl.where(enough, lower, found)
+        step += 1
+    return low
+
+
+@triton.jit
+def _cut_kernel(
+    p,
+    counts,
+    temperatures,
+    top_ps,
+    min_ps,
+    top_ks,
+    best_keys,
+    faults,
+    cuts,
+    levels,
+    V,
+    public_vocab,
+    chunks,
+    CHUNKS: tl.constexpr,
+    PASS: tl.constexpr,
+):
+    """Leaves what `_divide_kernel` needs: the cut, the largest logit and the mass that stays."""
+    column, width = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + row)
+    if column < count:
+        line = row * width + column
+        at = tl.arange(0, CHUNKS)
+        fault = tl.full([], 0, tl.int32)
+        for other in range(count):
+            at_fault = faults + (row * width + other) * chunks + at
+            fault += tl.max(tl.load(at_fault, mask=at < chunks, other=0), axis=0)
+        keys = tl.load(best_keys + line * chunks + at, mask=at < chunks, other=LOWEST_KEY)
+        highest = tl.max(keys, axis=0)
+        best = key_value(highest)
+        temperature = tl.load(temperatures + row)
+        z_at = p + line * V
+        mass = tl.full([], float("nan"), tl.float32)
+        cut = tl.full([], LOWEST_KEY, tl.int64)
+        if (fault == 0) & (temperature <= 0.0):
+            tl.store(z_at + key_id(highest), 1.0)
+            mass = tl.full([], 1.0, tl.float32)
+        if (fault == 0) & (temperature > 0.0):
+            top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+            if (top_k > 0) & (top_k < public_vocab):
+                cut = _top_k_cut(z_at, public_vocab, top_k, highest, temperature, PASS)
+            if top_p < 1.0:
+                cut = _top_p_cut(z_at, public_vocab, cut, top_p, highest, temperature, PASS)
+            min_p = tl.load(min_ps + row)
+            _, mass = _measure(z_at, public_vocab, cut, min_p, best, temperature, PASS)
+        tl.store(cuts + line, cut)
+        tl.store(levels + line * 2, best)
+        tl.store(levels + line * 2 + 1, mass)
+
+
+@triton.jit
+def _divide_kernel(
+    p,
+    counts,
+    temperatures,
+    min_ps,
+    cuts,
+    levels,
+    V,
+    public_vocab,
+    CHUNK: tl.constexpr,
+):
+    column, width = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(2).to(tl.int64)
+    if column < tl.load(counts + row):
+        line = row * width + column
+        at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        out = p + line * V + at
+        best, mass = tl.load(levels + line * 2), tl.load(levels + line * 2 + 1)
+        temperature = tl.load(temperatures + row)
+        # the mass of a row with a fault is not a number
+        if not (mass >= 0.0):
+            tl.store(out, tl.zeros([CHUNK], tl.float32) + mass, mask=at < V)
+        elif temperature > 0.0:
+            z = tl.load(out, mask=at < public_vocab, other=float("-inf"))
+            weight = tl.exp((z - best) / temperature)
+            stays = (rank_key(z, at) >= tl.load(cuts + line)) & (weight >= tl.load(min_ps + row))
+            tl.store(out, tl.where(stays, tl.div_rn(weight, mass), 0.0), mask=at < public_vocab)
+
+
+def target_distribution(
+    logits: Tensor, proposals: Tensor, counts: Tensor, rows: SamplingRows, *, public_vocab: int
+) -> Tensor:
+    """See the contract."""
+    B, W, V = logits.shape
+    device = logits.device
+    p = torch.empty(B, W, V, dtype=torch.float32, device=device)
+    if B == 0 or W == 0:
+        return p
+    if logits.stride(2) != 1:
+        logits = logits.contiguous()
+    chunks = triton.cdiv(V, _CHUNK)
+    best_keys = torch.empty(B, W, chunks, dtype=torch.int64, device=device)
+    faults = torch.empty(B, W, chunks, dtype=torch.int32, device=device)
+    cuts = torch.empty(B, W, dtype=torch.int64, device=device)
+    levels = torch.empty(B, W, 2, dtype=torch.float32, device=device)
+    temperature, min_p = rows.temperature.contiguous(), rows.min_p.contiguous()
+    _process_kernel[(chunks, W, B)](
+        logits,
+        proposals.contiguous(),
+        counts,
+        temperature,
+        rows.presence_penalty.contiguous(),
+        rows.frequency_penalty.contiguous(),
+        rows.repetition_penalty.contiguous(),
+        rows.min_tokens.contiguous(),
+        rows.output_index.contiguous(),
+        rows.lanes.contiguous(),
+        rows.generated_counts,
+        rows.prompt_seen,
+        rows.logit_bias,
+        rows.stop_mask,
+        p,
+        best_keys,
+        faults,
+        V,
+        public_vocab,
+        logits.stride(0),
+        logits.stride(1),
+        proposals.shape[1],
+        CHUNK=_CHUNK,
+        num_warps=8,
+    )
+    _cut_kernel[(W, B)](
+        p,
+        counts,
+        temperature,
+        rows.top_p.contiguous(),
+        min_p,
+        rows.top_k.contiguous(),
+        best_keys,
+        faults,
+        cuts,
+        levels,
+        V,
+        public_vocab,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        PASS=_PASS,
+        num_warps=16,
+    )
+    _divide_kernel[(chunks, W, B)](
+        p, counts, temperature, min_p, cuts, levels, V, public_vocab, CHUNK=_CHUNK, num_warps=8
+    )
+    return p
