@@ -1,0 +1,226 @@
+"""Kernels of drafting and sampling compile for sm_90 at the official constants."""
+
+import importlib
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+BF16, FP16, FP32, INT32, INT64 = "*bf16", "*fp16", "*fp32", "*i32", "*i64"
+SCALARS = {"eps": "fp32", "scale": "fp32", "multiplier": "fp32", "softcap": "fp32"}
+PRODUCTS = {"PRECISION": "tf32", "BLOCK_V": 64, "BLOCK_K": 128}
+ATTENTION = {"PRECISION": "tf32", "SPLIT": 256, "BLOCK_N": 64, "TILE": 16, "BLOCK_D": 128}
+VOCABULARY = {"CHUNKS": 64, "PASS": 8192}
+
+
+def pointers(**kinds):
+    """Types by argument name, given as names by type."""
+    return {name: kind for kind, names in kinds.items() for name in names.split()}
+
+
+def typed(bf16="", fp16="", fp32="", int32="", int64="", flags=""):
+    return pointers(
+        **{BF16: bf16, FP16: fp16, FP32: fp32, INT32: int32, INT64: int64, "*i1": flags}
+    )
+
+
+SPLIT = typed(
+    bf16="query block_key block_value keys",
+    fp16="values",
+    fp32="partial extremes",
+    int64="places coverage_first frontiers counts",
+)
+CONVOLVE = typed(bf16="y base residual out", fp32="inverses")
+CASES = {
+    "rng": (
+        "rng._uniform_kernel",
+        typed(int64="seeds positions purpose sub", fp32="out"),
+        {"POSITIONS_VARY": True, "PURPOSE_VARIES": True, "SUB_VARIES": True, "BLOCK": 256},
+        {},
+    ),
+    **{
+        f"products-{rows}": (
+            "linear_topk._products_kernel",
+            typed(bf16="hidden head", fp32="scores"),
+            PRODUCTS | {"BLOCK_M": rows},
+            {"num_stages": 4},
+        )
+        for rows in (16, 32)
+    },
+    "chunk_keys": (
+        "linear_topk.chunk_keys_kernel",
+        typed(fp32="scores", int64="token_ids keys"),
+        {"INDEXED": True, "K": 16, "CHUNK": 2048},
+        {},
+    ),
+    "merge_keys": (
+        "linear_topk.merge_keys_kernel",
+        typed(int64="source keys"),
+        {"K": 16, "CHUNK": 2048},
+        {},
+    ),
+    "finish": (
+        "linear_topk._finish_kernel",
+        typed(int64="keys ids", fp32="scores"),
+        {"CAPPED": True, "K": 16},
+        {"num_warps": 1},
+    ),
+    "best_rows": (
+        "linear_argmax._best_rows_kernel",
+        typed(bf16="hidden head", int64="token_ids keys"),
+        PRODUCTS | {"INDEXED": True, "BLOCK_M": 16},
+        {"num_stages": 4},
+    ),
+    "best_of_tiles": (
+        "linear_argmax._best_of_tiles_kernel",
+        typed(int64="keys token_ids ids"),
+        {"INDEXED": True, "BLOCK": 1024},
+        {},
+    ),
+    **{
+        f"attention-{'pages' if paged else 'ring'}": (
+            "sliding_window_attention._split_kernel",
+            SPLIT,
+            ATTENTION | {"PAGED": paged, "CAUSAL": paged},
+            {"num_stages": 2},
+        )
+        for paged in (False, True)
+    },
+    "attention-join": (
+        "sliding_window_attention._join_kernel",
+        typed(bf16="out", fp32="partial extremes", int64="coverage_first frontiers counts"),
+        {"PAGED": False, "SPLIT": 256, "TILE": 16, "BLOCK_D": 128},
+        {"num_warps": 1},
+    ),
+    **{
+        f"materialize-{rows}": (
+            "context_kv_materialize._materialize_kernel",
+            typed(
+                bf16="context weight keys",
+                fp16="values",
+                fp32="gain rates",
+                int64="positions destinations",
+            ),
+            {"PRECISION": "tf32", "BLOCK_M": rows, "BLOCK_K": 128, "HALF": 64},
+            {"num_stages": 3},
+        )
+        for rows in (16, 32)
+    },
+    "conv-delta": (
+        "dynamic_grouped_conv._delta_kernel",
+        typed(bf16="x projection finish_delta", fp32="gain deltas inverses"),
+        {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256},
+        {"num_stages": 3},
+    ),
+    "conv-prepare": (
+        "dynamic_grouped_conv._convolve_kernel",
+        CONVOLVE | typed(fp32="gain deltas"),
+        {"TAPS": 2, "PREPARES": True, "BLOCK": 512},
+        {},
+    ),
+    "conv-finish": (
+        "dynamic_grouped_conv._convolve_kernel",
+        CONVOLVE | typed(bf16="gain deltas"),
+        {"TAPS": 2, "PREPARES": False, "BLOCK": 512},
+        {},
+    ),
+    "selector": (
+        "candidate_selector._walk_kernel",
+        typed(
+            bf16="projected predecessor successor",
+            fp32="scores temperatures probabilities",
+            int64="ids anchors seeds frontiers tokens",
+        ),
+        {"BLOCK_C": 16, "BLOCK_R": 256},
+        {},
+    ),
+    "distribution-process": (
+        "target_distribution._process_kernel",
+        typed(
+            fp32="logits temperatures presences frequencies repetitions logit_bias p",
+            int32="generated_counts faults",
+            int64="proposals counts min_tokens output_index lanes best_keys",
+            flags="prompt_seen stop_mask",
+        ),
+        {"CHUNK": 4096},
+        {"num_warps": 8},
+    ),
+    "distribution-cut": (
+        "target_distribution._cut_kernel",
+        typed(
+            fp32="p temperatures top_ps min_ps levels",
+            int32="faults",
+            int64="counts top_ks best_keys cuts",
+        ),
+        VOCABULARY,
+        {"num_warps": 16},
+    ),
+    "distribution-divide": (
+        "target_distribution._divide_kernel",
+        typed(fp32="p temperatures min_ps levels", int64="counts cuts"),
+        {"CHUNK": 4096},
+        {"num_warps": 8},
+    ),
+    "accept": (
+        "speculative_accept._accept_kernel",
+        typed(
+            fp32="p candidate_probabilities weights masses",
+            int32="amounts",
+            int64="proposals live candidate_ids seeds frontiers accepted best_keys",
+        ),
+        {"DRAFTS": 8, "CANDIDATES": 16, "CHUNK": 4096},
+        {"num_warps": 8},
+    ),
+    "accept-draw": (
+        "speculative_accept._draw_kernel",
+        typed(
+            fp32="p weights masses",
+            int32="amounts",
+            int64="proposals live seeds frontiers accepted best_keys tokens",
+        ),
+        VOCABULARY | {"WIDTH": 8},
+        {"num_warps": 16},
+    ),
+    "logprobs-mass": (
+        "token_logprobs._chunk_mass_kernel",
+        typed(fp32="logits peaks masses"),
+        {"CHUNK": 4096},
+        {"num_warps": 8},
+    ),
+    "logprobs": (
+        "token_logprobs._logprob_kernel",
+        typed(
+            fp32="logits peaks masses logprob top_logprobs",
+            int64="tokens keys top_ids",
+        ),
+        {"CHUNKS": 64, "K": 32},
+        {"num_warps": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_within_shared_memory(case):
+    place, types, constants, options = CASES[case]
+    op, name = place.split(".")
+    kernel = getattr(importlib.import_module(f"kernels.{op}.kernel"), name)
+    names = kernel.arg_names
+    assert not (set(constants) | set(types)) - set(names)
+    types = {name: SCALARS[name] for name in names if name in SCALARS} | types
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
+        },
+    )
+    built = triton.compile(source, target=HOPPER, options=options)
+    assert built.asm["cubin"]
+    assert built.metadata.shared <= SHARED_MEMORY
