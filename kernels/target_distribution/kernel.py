@@ -60,6 +60,8 @@ def _process_kernel(
     logits_row,
     logits_column,
     proposals_row,
+    real_row,
+    whole_row,
     CHUNK: tl.constexpr,
 ):
     """Writes zeros, or what a sampled column's steps 1 to 5 leave, into p, and the largest key."""
@@ -77,8 +79,9 @@ def _process_kernel(
         fault = tl.max((tl.abs(z) < float("inf")).to(tl.int32) ^ 1, axis=0)
         lane = tl.load(lanes + row) * V
         bias = tl.load(logit_bias + lane + at, mask=public, other=0.0)
-        presence, frequency = tl.load(presences + row), tl.load(frequencies + row)
-        repetition = tl.load(repetitions + row)
+        wish = row * real_row
+        presence, frequency = tl.load(presences + wish), tl.load(frequencies + wish)
+        repetition = tl.load(repetitions + wish)
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
             count = tl.load(generated_counts + lane + at, mask=public, other=0)
             for earlier in range(column):
@@ -90,14 +93,14 @@ def _process_kernel(
             z = tl.where(seen | generated, scaled, z)
             bias -= presence * generated.to(tl.float32) + frequency * count.to(tl.float32)
         z += bias
-        if column < tl.load(min_tokens + row) - tl.load(output_index + row):
+        if column < tl.load(min_tokens + row * whole_row) - tl.load(output_index + row):
             stops = tl.load(stop_mask + lane + at, mask=public, other=0) != 0
             z = tl.where(stops, float("-inf"), z)
         best = tl.max(tl.where(public, rank_key(z, at), LOWEST_KEY), axis=0)
         line = (row * width + column) * chunks + chunk
         tl.store(best_keys + line, best)
         tl.store(faults + line, fault)
-        greedy = tl.load(temperatures + row) <= 0.0
+        greedy = tl.load(temperatures + wish) <= 0.0
         tl.store(out, tl.where(public & (not greedy), z, 0.0), mask=at < V)
 
 
@@ -188,6 +191,8 @@ def _cut_kernel(
     V,
     public_vocab,
     chunks,
+    real_row,
+    whole_row,
     CHUNKS: tl.constexpr,
     PASS: tl.constexpr,
 ):
@@ -205,7 +210,7 @@ def _cut_kernel(
         keys = tl.load(best_keys + line * chunks + at, mask=at < chunks, other=LOWEST_KEY)
         highest = tl.max(keys, axis=0)
         best = key_value(highest)
-        temperature = tl.load(temperatures + row)
+        temperature = tl.load(temperatures + row * real_row)
         z_at = p + line * V
         mass = tl.full([], float("nan"), tl.float32)
         cut = tl.full([], LOWEST_KEY, tl.int64)
@@ -213,12 +218,12 @@ def _cut_kernel(
             tl.store(z_at + key_id(highest), 1.0)
             mass = tl.full([], 1.0, tl.float32)
         if (fault == 0) & (temperature > 0.0):
-            top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+            top_k, top_p = tl.load(top_ks + row * whole_row), tl.load(top_ps + row * real_row)
             if (top_k > 0) & (top_k < public_vocab):
                 cut = _top_k_cut(z_at, public_vocab, top_k, highest, temperature, PASS)
             if top_p < 1.0:
                 cut = _top_p_cut(z_at, public_vocab, cut, top_p, highest, temperature, PASS)
-            min_p = tl.load(min_ps + row)
+            min_p = tl.load(min_ps + row * real_row)
             _, mass = _measure(z_at, public_vocab, cut, min_p, best, temperature, PASS)
         tl.store(cuts + line, cut)
         tl.store(levels + line * 2, best)
@@ -235,6 +240,7 @@ def _divide_kernel(
     levels,
     V,
     public_vocab,
+    real_row,
     CHUNK: tl.constexpr,
 ):
     column, width = tl.program_id(1), tl.num_programs(1)
@@ -244,15 +250,24 @@ def _divide_kernel(
         at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         out = p + line * V + at
         best, mass = tl.load(levels + line * 2), tl.load(levels + line * 2 + 1)
-        temperature = tl.load(temperatures + row)
+        temperature = tl.load(temperatures + row * real_row)
         # the mass of a row with a fault is not a number
         if not (mass >= 0.0):
             tl.store(out, tl.zeros([CHUNK], tl.float32) + mass, mask=at < V)
         elif temperature > 0.0:
             z = tl.load(out, mask=at < public_vocab, other=float("-inf"))
             weight = tl.exp((z - best) / temperature)
-            stays = (rank_key(z, at) >= tl.load(cuts + line)) & (weight >= tl.load(min_ps + row))
+            min_p = tl.load(min_ps + row * real_row)
+            stays = (rank_key(z, at) >= tl.load(cuts + line)) & (weight >= min_p)
             tl.store(out, tl.where(stays, tl.div_rn(weight, mass), 0.0), mask=at < public_vocab)
+
+
+def _columns(*wishes: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """Wishes [B] and the one stride of all: often columns of a table, which need no copies."""
+    stride = wishes[0].stride(0)
+    if any(wish.stride(0) != stride for wish in wishes):
+        return tuple(wish.contiguous() for wish in wishes), 1
+    return wishes, stride
 
 
 def target_distribution(
@@ -271,16 +286,24 @@ def target_distribution(
     faults = torch.empty(B, W, chunks, dtype=torch.int32, device=device)
     cuts = torch.empty(B, W, dtype=torch.int64, device=device)
     levels = torch.empty(B, W, 2, dtype=torch.float32, device=device)
-    temperature, min_p = rows.temperature.contiguous(), rows.min_p.contiguous()
+    (temperature, top_p, min_p, presence, frequency, repetition), real_row = _columns(
+        rows.temperature,
+        rows.top_p,
+        rows.min_p,
+        rows.presence_penalty,
+        rows.frequency_penalty,
+        rows.repetition_penalty,
+    )
+    (top_k, min_tokens), whole_row = _columns(rows.top_k, rows.min_tokens)
     _process_kernel[(chunks, W, B)](
         logits,
         proposals.contiguous(),
         counts,
         temperature,
-        rows.presence_penalty.contiguous(),
-        rows.frequency_penalty.contiguous(),
-        rows.repetition_penalty.contiguous(),
-        rows.min_tokens.contiguous(),
+        presence,
+        frequency,
+        repetition,
+        min_tokens,
         rows.output_index.contiguous(),
         rows.lanes.contiguous(),
         rows.generated_counts,
@@ -295,6 +318,8 @@ def target_distribution(
         logits.stride(0),
         logits.stride(1),
         proposals.shape[1],
+        real_row,
+        whole_row,
         CHUNK=_CHUNK,
         num_warps=8,
     )
@@ -302,9 +327,9 @@ def target_distribution(
         p,
         counts,
         temperature,
-        rows.top_p.contiguous(),
+        top_p,
         min_p,
-        rows.top_k.contiguous(),
+        top_k,
         best_keys,
         faults,
         cuts,
@@ -312,11 +337,23 @@ def target_distribution(
         V,
         public_vocab,
         chunks,
+        real_row,
+        whole_row,
         CHUNKS=triton.next_power_of_2(chunks),
         PASS=_PASS,
         num_warps=16,
     )
     _divide_kernel[(chunks, W, B)](
-        p, counts, temperature, min_p, cuts, levels, V, public_vocab, CHUNK=_CHUNK, num_warps=8
+        p,
+        counts,
+        temperature,
+        min_p,
+        cuts,
+        levels,
+        V,
+        public_vocab,
+        real_row,
+        CHUNK=_CHUNK,
+        num_warps=8,
     )
     return p

@@ -1,5 +1,7 @@
 """The kernels that turn logits into p against their reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,17 +45,17 @@ def rows_of(wishes, *, vocab=V):
     generator = torch.Generator().manual_seed(7)
     full = [NEUTRAL | wish for wish in wishes]
 
-    def column(name):
-        whole = name in ("top_k", "min_tokens", "output_index")
-        return torch.tensor(
-            [wish[name] for wish in full], dtype=torch.int64 if whole else torch.float32
-        )
+    # columns of tables, as a server keeps them
+    reals = torch.tensor([list(wish.values())[:6] for wish in full], dtype=torch.float32)
+    wholes = torch.tensor([list(wish.values())[6:8] for wish in full])
+    columns = [*reals.unbind(1), *wholes.unbind(1)]
+    columns.append(torch.tensor([wish["output_index"] for wish in full]))
 
     generated = torch.randint(0, 12, (B, vocab), generator=generator).sub(9).clamp_min(0)
     bias = torch.randn(B, vocab, generator=generator)
     bias[torch.rand(B, vocab, generator=generator) < 0.9] = 0.0
     return SamplingRows(
-        **{name: column(name) for name in NEUTRAL},
+        **dict(zip(NEUTRAL, columns, strict=True)),
         lanes=torch.arange(B).flip(0),
         generated_counts=generated.int(),
         prompt_seen=torch.rand(B, vocab, generator=generator) < 0.2,
@@ -73,6 +75,12 @@ def check(logits, proposals, counts, rows, public=PUBLIC):
     expected = reference(logits, proposals, counts, rows, public_vocab=public)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
     return actual, expected
+
+
+def test_wishes_of_unequal_strides_are_taken_too(random):
+    rows = rows_of([WISHES["all"], WISHES["penalties"]])
+    rows = replace(rows, top_p=rows.top_p.clone(), top_k=rows.top_k.clone())
+    check(random(2, 1, V), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1, 1]), rows)
 
 
 def test_every_wish_equals_reference(random):
