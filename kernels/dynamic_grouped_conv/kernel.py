@@ -1,7 +1,8 @@
 """Triton form; see the contract.
 
-`prepare` is two launches: the deltas, whose products read the normed column in two 16-bit parts so
-that it is not rounded, and the convolution.
+`prepare` is three launches: the norm, the products of the deltas and the convolution. The products
+read the normed column as two 16-bit parts, so that it is not rounded, and sum over H in a fixed
+number of ranges that the convolution adds in order.
 """
 
 from __future__ import annotations
@@ -12,66 +13,119 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_H = 512
+_RANGES = 5
+
+
+@triton.jit
+def _norm_kernel(x, gain, upper, rest, inverses, eps, H, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The normed column, in one FP32 part or in two of the dtype of x."""
+    line = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < H
+    column = tl.load(x + line * H + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(column * column) / H + eps)
+    normed = column * inverse * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    first = normed.to(upper.dtype.element_ty)
+    tl.store(upper + line * H + at, first, mask=inside)
+    if not WIDE:
+        # of a number that is not finite the first part says all
+        left = tl.where(tl.abs(normed) < float("inf"), normed - first.to(tl.float32), 0.0)
+        tl.store(rest + line * H + at, left.to(rest.dtype.element_ty), mask=inside)
+    tl.store(inverses + line, inverse)
 
 
 @triton.jit
 def _delta_kernel(
-    x,
-    gain,
+    upper,
+    rest,
     projection,
-    deltas,
-    finish_delta,
-    inverses,
-    eps,
+    partial,
     rows,
     H,
     outputs,
+    span,
     WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """Partial deltas [ranges, rows, outputs] of the range program_id(2) of H."""
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(2) * span
     across = tl.arange(0, BLOCK_K)
-    x_at = x + at_m.to(tl.int64)[:, None] * H + across[None, :]
+    x_at = at_m.to(tl.int64)[:, None] * H + across[None, :]
     w_at = projection + at_n.to(tl.int64)[None, :] * H + across[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for first in range(0, H, BLOCK_K):
+    for first in range(begin, tl.minimum(begin + span, H), BLOCK_K):
         inside = across < H - first
         mask = (at_m < rows)[:, None] & inside[None, :]
-        column = tl.load(x_at + first, mask=mask, other=0.0).to(tl.float32)
-        squares += column * column
-        scaled = column * tl.load(gain + across + first, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(w_at + first, mask=(at_n < outputs)[None, :] & inside[:, None], other=0.0)
+        x = tl.load(upper + x_at + first, mask=mask, other=0.0)
         if WIDE:
-            acc = tl.dot(scaled, w.to(tl.float32), acc, input_precision="ieee")
+            acc = tl.dot(x, w.to(tl.float32), acc, input_precision="ieee")
         else:
-            # what the first part leaves of a finite number fits the second
-            upper = scaled.to(w.dtype)
-            rest = tl.where(tl.abs(scaled) < float("inf"), scaled - upper.to(tl.float32), 0.0)
-            acc = tl.dot(upper, w, acc)
-            acc = tl.dot(rest.to(w.dtype), w, acc)
-    # the norm's factor is one number a column, so that it may come after the sum
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / H + eps)
-    delta = acc * inverse[:, None]
-    # side 0 stays as it is for the convolution; side 1 leaves, rounded
-    side = outputs // 2
-    at = at_m.to(tl.int64)[:, None] * side + at_n[None, :]
-    live = (at_m < rows)[:, None]
-    tl.store(deltas + at, delta, mask=live & (at_n < side)[None, :])
-    later = live & ((at_n >= side) & (at_n < outputs))[None, :]
-    tl.store(finish_delta + at - side, delta.to(finish_delta.dtype.element_ty), mask=later)
-    if tl.program_id(1) == 0:
-        tl.store(inverses + at_m, inverse, mask=at_m < rows)
+            acc = tl.dot(x, w, acc)
+            acc = tl.dot(tl.load(rest + x_at + first, mask=mask, other=0.0), w, acc)
+    line = tl.program_id(2).to(tl.int64) * rows + at_m
+    live = (at_m < rows)[:, None] & (at_n < outputs)[None, :]
+    tl.store(partial + line[:, None] * outputs + at_n[None, :], acc, mask=live)
 
 
 @triton.jit
-def _convolve_kernel(
-    y,
+def _sum_ranges(partial, at, inside, rows, outputs, RANGES: tl.constexpr):
+    total = tl.load(partial + at, mask=inside, other=0.0)
+    for index in tl.static_range(1, RANGES):
+        more = partial + tl.cast(index, tl.int64) * rows * outputs + at
+        total += tl.load(more, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _prepare_kernel(
+    x,
     gain,
     inverses,
+    base,
+    partial,
+    prepared,
+    finish_delta,
+    rows,
+    width,
+    H,
+    groups,
+    TAPS: tl.constexpr,
+    RANGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One column's channels, convolved; the other side's deltas, rounded."""
+    line = tl.program_id(0).to(tl.int64)
+    column = line % width
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < H
+    group = at // (H // groups)
+    leads = inside & (at % (H // groups) == 0)
+    outputs = 2 * TAPS * groups
+    scale = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        delta_at = line * outputs + tap * groups + group
+        # a tap before the block is not read at all
+        if column >= tap:
+            value = tl.load(x + (line - tap) * H + at, mask=inside, other=0.0).to(tl.float32)
+            value = value * tl.load(inverses + line - tap) * scale
+            coefficient = tl.load(base + tap * H + at, mask=inside, other=0.0).to(tl.float32)
+            coefficient += _sum_ranges(partial, delta_at, inside, rows, outputs, RANGES)
+            total += coefficient * value
+        later = _sum_ranges(partial, delta_at + TAPS * groups, leads, rows, outputs, RANGES)
+        later_at = finish_delta + (line * TAPS + tap) * groups + group
+        tl.store(later_at, later.to(finish_delta.dtype.element_ty), mask=leads)
+    tl.store(prepared + line * H + at, total.to(prepared.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finish_kernel(
+    z,
     base,
     deltas,
     residual,
@@ -80,10 +134,9 @@ def _convolve_kernel(
     H,
     groups,
     TAPS: tl.constexpr,
-    PREPARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One column's channels: of the normed y when it prepares, else of y, added to residual."""
+    """One column's channels, convolved and added to the residual."""
     line = tl.program_id(0).to(tl.int64)
     column = line % width
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -93,16 +146,12 @@ def _convolve_kernel(
     for tap in tl.static_range(TAPS):
         # a tap before the block is not read at all
         if column >= tap:
-            value = tl.load(y + (line - tap) * H + at, mask=inside, other=0.0).to(tl.float32)
-            if PREPARES:
-                value = value * tl.load(inverses + line - tap)
-                value = value * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(z + (line - tap) * H + at, mask=inside, other=0.0).to(tl.float32)
             coefficient = tl.load(base + tap * H + at, mask=inside, other=0.0).to(tl.float32)
             delta_at = deltas + (line * TAPS + tap) * groups + group
             coefficient += tl.load(delta_at, mask=inside, other=0.0).to(tl.float32)
             total += coefficient * value
-    if not PREPARES:
-        total += tl.load(residual + line * H + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + line * H + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + line * H + at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -119,40 +168,56 @@ def prepare(
     if rows == 0:
         return prepared, finish_delta
     x, base = x.contiguous(), base.contiguous()
-    deltas = torch.empty(rows, taps * groups, dtype=torch.float32, device=x.device)
-    inverses = torch.empty(rows, dtype=torch.float32, device=x.device)
     wide = x.dtype is torch.float32
-    _delta_kernel[(triton.cdiv(rows, 16), triton.cdiv(outputs, 16))](
+    upper = torch.empty(rows, H, dtype=x.dtype, device=x.device)
+    rest = upper if wide else torch.empty_like(upper)
+    inverses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    partial = torch.empty(_RANGES, rows, outputs, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(H)
+    _norm_kernel[(rows,)](
         x,
         gain,
-        projection.contiguous(),
-        deltas,
-        finish_delta,
+        upper,
+        rest,
         inverses,
         eps,
+        H,
+        WIDE=wide,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    block_k = 32 if wide else 128
+    span = triton.cdiv(triton.cdiv(H, _RANGES), block_k) * block_k
+    _delta_kernel[(triton.cdiv(rows, 16), triton.cdiv(outputs, 32), _RANGES)](
+        upper,
+        rest,
+        projection.contiguous(),
+        partial,
         rows,
         H,
         outputs,
+        span,
         WIDE=wide,
         BLOCK_M=16,
-        BLOCK_N=16,
-        BLOCK_K=64 if wide else 256,
+        BLOCK_N=32,
+        BLOCK_K=block_k,
         num_warps=4,
-        num_stages=3,
+        num_stages=4,
     )
-    _convolve_kernel[(rows, triton.cdiv(H, _BLOCK_H))](
+    _prepare_kernel[(rows, triton.cdiv(H, _BLOCK_H))](
         x,
         gain,
         inverses,
-        base[0],
-        deltas,
-        x,
+        base,
+        partial,
         prepared,
+        finish_delta,
+        rows,
         W,
         H,
         groups,
         TAPS=taps,
-        PREPARES=True,
+        RANGES=_RANGES,
         BLOCK=_BLOCK_H,
         num_warps=4,
     )
@@ -167,10 +232,8 @@ def finish_add(residual: Tensor, z: Tensor, base: Tensor, finish_delta: Tensor) 
     if B * W == 0:
         return out
     residual, base = residual.contiguous(), base.contiguous()
-    _convolve_kernel[(B * W, triton.cdiv(H, _BLOCK_H))](
+    _finish_kernel[(B * W, triton.cdiv(H, _BLOCK_H))](
         z.contiguous(),
-        base,
-        base,
         base[1],
         finish_delta.contiguous(),
         residual,
@@ -179,7 +242,6 @@ def finish_add(residual: Tensor, z: Tensor, base: Tensor, finish_delta: Tensor) 
         H,
         groups,
         TAPS=taps,
-        PREPARES=False,
         BLOCK=_BLOCK_H,
         num_warps=4,
     )

@@ -2,7 +2,7 @@
 
 Context is cut into splits of 256 consecutive absolute positions, so that a row's sums do not depend
 on what shares its launch; the block is one more split. Each split leaves a running softmax, and a
-second kernel joins them in ascending order. Sixteen query heads of one KV head are a tile whatever
+second kernel joins them, sixteen at a time. Sixteen query heads of one KV head are a tile whatever
 the width. `attend` serves paged context too.
 """
 
@@ -18,6 +18,7 @@ from kernels.checks import require_that
 _SPLIT = 256
 _BLOCK_N = 64
 _TILE = 16
+_JOIN = 16
 
 
 @triton.jit
@@ -174,16 +175,6 @@ def _split_kernel(
 
 
 @triton.jit
-def _join(partial, extremes, at, best, mass, acc, at_d, BLOCK_D: tl.constexpr):
-    more, amount = tl.load(extremes + at * 2), tl.load(extremes + at * 2 + 1)
-    higher = tl.maximum(best, more)
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    fade, share = tl.exp(best - level), tl.exp(more - level)
-    acc = acc * fade + tl.load(partial + at * BLOCK_D + at_d) * share
-    return higher, mass * fade + amount * share, acc
-
-
-@triton.jit
 def _join_kernel(
     partial,
     extremes,
@@ -200,6 +191,7 @@ def _join_kernel(
     splits,
     PAGED: tl.constexpr,
     SPLIT: tl.constexpr,
+    JOIN: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -215,16 +207,24 @@ def _join_kernel(
     at = ((row * heads + head) * tiles + at_q // TILE) * splits * TILE + at_q % TILE
     result = tl.zeros([BLOCK_D], tl.float32)
     if column < tl.load(counts + row):
-        best, mass = float("-inf"), 0.0
-        if first < frontier:
-            for split in range((frontier - 1) // SPLIT - first // SPLIT + 1):
-                best, mass, result = _join(
-                    partial, extremes, at + split * TILE, best, mass, result, at_d, BLOCK_D
-                )
-        # the block's split is the last
-        best, mass, result = _join(
-            partial, extremes, at + (splits - 1) * TILE, best, mass, result, at_d, BLOCK_D
-        )
+        # the block's split is the last, and is there whatever the context
+        block = at + (splits - 1) * TILE
+        best, mass = tl.load(extremes + block * 2), tl.load(extremes + block * 2 + 1)
+        result = tl.load(partial + block * BLOCK_D + at_d)
+        count = tl.where(first < frontier, (frontier - 1) // SPLIT - first // SPLIT + 1, 0)
+        for near in range(0, count, JOIN):
+            split = near + tl.arange(0, JOIN)
+            inside = split < count
+            place = at + split * TILE
+            more = tl.load(extremes + place * 2, mask=inside, other=float("-inf"))
+            amount = tl.load(extremes + place * 2 + 1, mask=inside, other=0.0)
+            part_at = partial + place[:, None] * BLOCK_D + at_d[None, :]
+            part = tl.load(part_at, mask=inside[:, None], other=0.0)
+            higher = tl.maximum(best, tl.max(more, axis=0))
+            fade, share = tl.exp(best - higher), tl.exp(more - higher)
+            mass = mass * fade + tl.sum(amount * share, axis=0)
+            result = result * fade + tl.sum(part * share[:, None], axis=0)
+            best = higher
         result = result / mass
     out_at = out + ((row * width + column) * heads * group + query_head) * D + at_d
     tl.store(out_at, result.to(out.dtype.element_ty), mask=at_d < D)
@@ -332,9 +332,10 @@ def attend(
         splits,
         PAGED=paged,
         SPLIT=_SPLIT,
+        JOIN=_JOIN,
         TILE=_TILE,
         BLOCK_D=block_d,
-        num_warps=1,
+        num_warps=4,
     )
     return out
 

@@ -35,7 +35,6 @@ SPLIT = typed(
     fp32="partial extremes",
     int64="places coverage_first frontiers counts",
 )
-CONVOLVE = typed(bf16="y base residual out", fp32="inverses")
 CASES = {
     "rng": (
         "rng._uniform_kernel",
@@ -94,8 +93,8 @@ CASES = {
     "attention-join": (
         "sliding_window_attention._join_kernel",
         typed(bf16="out", fp32="partial extremes", int64="coverage_first frontiers counts"),
-        {"PAGED": False, "SPLIT": 256, "TILE": 16, "BLOCK_D": 128},
-        {"num_warps": 1},
+        {"PAGED": False, "SPLIT": 256, "JOIN": 16, "TILE": 16, "BLOCK_D": 128},
+        {},
     ),
     **{
         f"materialize-{rows}": (
@@ -111,22 +110,28 @@ CASES = {
         )
         for rows in (16, 32)
     },
+    "conv-norm": (
+        "dynamic_grouped_conv._norm_kernel",
+        typed(bf16="x upper rest", fp32="gain inverses"),
+        {"WIDE": False, "BLOCK": 8192},
+        {"num_warps": 16},
+    ),
     "conv-delta": (
         "dynamic_grouped_conv._delta_kernel",
-        typed(bf16="x projection finish_delta", fp32="gain deltas inverses"),
-        {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256},
-        {"num_stages": 3},
+        typed(bf16="upper rest projection", fp32="partial"),
+        {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128},
+        {"num_stages": 4},
     ),
     "conv-prepare": (
-        "dynamic_grouped_conv._convolve_kernel",
-        CONVOLVE | typed(fp32="gain deltas"),
-        {"TAPS": 2, "PREPARES": True, "BLOCK": 512},
+        "dynamic_grouped_conv._prepare_kernel",
+        typed(bf16="x base prepared finish_delta", fp32="gain inverses partial"),
+        {"TAPS": 2, "RANGES": 5, "BLOCK": 512},
         {},
     ),
     "conv-finish": (
-        "dynamic_grouped_conv._convolve_kernel",
-        CONVOLVE | typed(bf16="gain deltas"),
-        {"TAPS": 2, "PREPARES": False, "BLOCK": 512},
+        "dynamic_grouped_conv._finish_kernel",
+        typed(bf16="z base deltas residual out"),
+        {"TAPS": 2, "BLOCK": 512},
         {},
     ),
     "selector": (
