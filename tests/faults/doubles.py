@@ -18,7 +18,7 @@ import drafter.__main__ as drafter_process
 from drafter.model import DraftBlock
 from drafter.selector import Proposals
 from kernels.candidate_selector import candidate_selector
-from outrider.client import Client, Completion
+from outrider.client import Client
 from tests.tiny_target import TEXT
 from verifier.drafter_link import Ask, Drafted, DrafterLink
 from verifier.state import Residency
@@ -187,15 +187,18 @@ def overhear(monkeypatch: pytest.MonkeyPatch) -> Overheard:
     return heard
 
 
-def first_of_rounds(
-    client: Client, prompt_ids: Sequence[int], calls: int, **sampling: Any
-) -> tuple[list[int], list[bool]]:
-    """First tokens of rounds that proposed, and whether the proposal was accepted.
+@dataclass
+class Drawn:
+    """Tokens of many rounds."""
 
-    Eight samples a call run beside each other, each with many rounds.
-    """
-    tokens: list[int] = []
-    accepted: list[bool] = []
+    all: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)  # of rounds that proposed
+    accepted: list[bool] = field(default_factory=list)  # whether that was the first proposal
+
+
+def drawn_tokens(client: Client, prompt_ids: Sequence[int], calls: int, **sampling: Any) -> Drawn:
+    """Samples, eight beside each other in a call, each with many rounds."""
+    drawn = Drawn()
     for call in range(calls):
         for completion in client.samples(
             prompt_ids=prompt_ids,
@@ -205,17 +208,14 @@ def first_of_rounds(
             return_rounds=True,
             **sampling,
         ):
-            ours, theirs = _first_of_rounds(completion, len(prompt_ids))
-            tokens += ours
-            accepted += theirs
-    return tokens, accepted
-
-
-def _first_of_rounds(completion: Completion, prompt_end: int) -> tuple[list[int], list[bool]]:
-    rounds = [r for r in completion.rounds if r.proposed]
-    # the round at F publishes the token of position F + 1 first
-    tokens = [completion.token_ids[r.frontier + 1 - prompt_end] for r in rounds]
-    return tokens, [r.accepted > 0 for r in rounds]
+            drawn.all += completion.token_ids
+            for trace in completion.rounds:
+                if trace.proposed:
+                    # the round at F publishes the token of position F + 1 first
+                    index = trace.frontier + 1 - len(prompt_ids)
+                    drawn.first.append(completion.token_ids[index])
+                    drawn.accepted.append(trace.accepted > 0)
+    return drawn
 
 
 def misfit(tokens: Sequence[int], p: Mapping[int, float]) -> float:

@@ -17,7 +17,7 @@ from tests.faults.doubles import (
     Lattice,
     Reporting,
     always,
-    first_of_rounds,
+    drawn_tokens,
     logits_of,
     misfit,
     overhear,
@@ -55,15 +55,17 @@ def test_draft_accept_and_correction_draw_apart(dense, serve, monkeypatch, share
     monkeypatch.setattr(reference, "uniform", sharing(shared))
     _, client = serve(dense, draft_tokens=1, max_concurrency=8)
     if shared is not None:
-        tokens, _ = first_of_rounds(client, prompt(4), 1, **FEW_ROUNDS)
-        assert misfit(tokens, p) < REFUTED
+        assert misfit(drawn_tokens(client, prompt(4), 1, **FEW_ROUNDS).first, p) < REFUTED
         return
-    tokens, accepted = first_of_rounds(client, prompt(4), 2, **ROUNDS)
+    drawn = drawn_tokens(client, prompt(4), 2, **ROUNDS)
     # enough to refute [.201, .468, .332], which is what sharing one noise vector gives
-    assert len(tokens) > 4000
-    assert misfit(tokens, p) > 1e-3
+    assert len(drawn.first) > 4000
+    assert misfit(drawn.first, p) > 1e-3
+    # bonus tokens too: with one p everywhere, all tokens are draws from it
+    assert misfit(drawn.all, p) > 1e-3
     # sum of min(p, q)
-    assert abs(sum(accepted) / len(accepted) - 0.6) < 4 * math.sqrt(0.24 / len(accepted))
+    rate = sum(drawn.accepted) / len(drawn.accepted)
+    assert abs(rate - 0.6) < 4 * math.sqrt(0.24 / len(drawn.accepted))
 
 
 @pytest.mark.parametrize("reported", ["drawn", "unfiltered"])
@@ -75,7 +77,7 @@ def test_only_the_q_that_was_drawn_from_keeps_the_law(dense, serve, monkeypatch,
     scripted(monkeypatch, always(logits_of(p)))
     plant(monkeypatch, Reporting(scores, told))
     _, client = serve(dense, draft_tokens=1, max_concurrency=8)
-    tokens, _ = first_of_rounds(client, prompt(4), 1, **FEW_ROUNDS)
+    tokens = drawn_tokens(client, prompt(4), 1, **FEW_ROUNDS).first
     if reported == "drawn":
         assert misfit(tokens, p) > 1e-3
         return
@@ -113,7 +115,7 @@ def test_q_on_the_wire_is_the_fp32_law_that_was_drawn_from(dense, serve, monkeyp
     plant(monkeypatch, lattice)
     heard = overhear(monkeypatch)
     _, client = serve(dense, draft_tokens=1, max_concurrency=8, dtype="bfloat16")
-    tokens, _ = first_of_rounds(client, prompt(4), 1, **ROUNDS)
+    tokens = drawn_tokens(client, prompt(4), 1, **ROUNDS).first
     for _, drafted in heard.proposals:
         assert torch.equal(drafted.probabilities, lattice.reported[0][0])
     q = lattice.reported[0][0, 0].double()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import drafter.__main__ as drafter_process
 from drafter.model import DraftBlock
 from drafter.selector import Proposals
+from outrider.checkpoint import bundled
+from outrider.client import Client
 from tests.system.conftest import greedy, prompt
+from tests.tiny_pair import served
 from tests.tiny_target import load_oracle
 
 LENGTHS = (1, 15, 16, 40, 130)  # around the window of 16 and a KV page of 64
@@ -37,6 +42,33 @@ def test_greedy_equals_generate_and_plain_decoding(dense, serve, expected, kind,
         assert list(plain.token_ids) == tokens, length
         assert drafted.usage.proposed > 0
         assert plain.usage.proposed == 0
+
+
+@pytest.fixture(scope="session")
+def bundled_outputs():
+    """Prompts of 12, 96 and 192 tokens, around the bundled window of 128, with continuations."""
+    path = bundled("target").parent.parent / "prompts.json"
+    texts = [entry["token_ids"] for entry in json.loads(path.read_text())["prompts"]]
+    oracle = load_oracle(bundled("target"))
+    prompts = [texts[0][:12], texts[20], [*texts[50], *texts[51]]]
+    return [(ids, greedy(oracle, ids, 32)) for ids in prompts]
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 7, 15], ids=lambda k: f"K{k}")
+@pytest.mark.parametrize("kind", ["dflash2", "dflash"])
+def test_accepted_drafts_of_a_trained_pair_are_generates_own_tokens(
+    bundled_outputs, kind, draft_tokens
+):
+    with (
+        served(bundled("target"), bundled(kind), draft_tokens=draft_tokens) as pair,
+        Client(pair.address) as client,
+    ):
+        accepted = 0
+        for ids, tokens in bundled_outputs:
+            drafted = client.generate(prompt_ids=ids, max_tokens=32, temperature=0, ignore_eos=True)
+            assert list(drafted.token_ids) == tokens
+            accepted += drafted.usage.accepted
+        assert accepted > 15
 
 
 def test_a_mixture_of_experts_too(mixture, serve):
