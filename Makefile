@@ -50,12 +50,12 @@ $(BIN)/python:
 # Torch comes first, as the build without CUDA: from the registry where it has that build, else from
 # torch's own index. Elsewhere than on Linux the ordinary build has no CUDA.
 $(VENV)/torch.stamp: constraints.txt | $(BIN)/python
-	@echo "installing torch $(TORCH) for the CPU"
+	@echo "installing torch $(TORCH) for the CPU (0.7 GB; all of it takes two to three minutes)"
 	@if [ "$$(uname)" = Linux ]; then \
-	    $(PIP) --no-deps "torch==$(TORCH)+cpu" 2>/dev/null || \
-	    $(PIP) --no-deps "torch==$(TORCH)+cpu" --index-url https://download.pytorch.org/whl/cpu; \
+	    $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || \
+	    $(PIP) "torch==$(TORCH)+cpu" --extra-index-url https://download.pytorch.org/whl/cpu; \
 	else \
-	    $(PIP) --no-deps "torch==$(TORCH)"; \
+	    $(PIP) "torch==$(TORCH)"; \
 	fi
 	@touch $@
 

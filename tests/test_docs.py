@@ -206,7 +206,7 @@ def test_the_readme_shows_the_summary_that_demo_prints():
         return re.findall(r"^([a-z][a-z ]+?) {2,}\S", text, re.M)
 
     (block,) = [b for b in blocks(README, "text") if "tokens per second" in b]
-    expected = labels(summary(completion(), completion()))
+    expected = labels(summary([completion()], [completion()]))
     assert labels(block)[-len(expected) :] == expected
 
 

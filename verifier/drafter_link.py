@@ -558,8 +558,10 @@ class DrafterLink:
                 self._deliver(_Arrived(stream, ended=detail))
             else:
                 self.state = "refused" if refused else "connecting"
+                # once a cause, not once a dial
+                if detail != self.detail:
+                    log.warning("drafter_unreachable", address=self.address, detail=detail)
                 self.detail = detail
-                log.warning("drafter_unreachable", address=self.address, detail=detail)
             pause = REFUSED_BACKOFF_S if refused else backoff
             self._stopping.wait(pause * random.uniform(0.8, 1.2))
             backoff = min(LAST_BACKOFF_S, backoff * 2)

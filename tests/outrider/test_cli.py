@@ -402,7 +402,7 @@ def test_the_summary_reports_speed_accept_length_and_the_ratio():
         total_ns=3 * 10**9,
     )
     plain = Usage(output_tokens=161, rounds=160, ttft_ns=10**9, total_ns=5 * 10**9)
-    lines = demo.summary(completion(drafted), completion(plain)).splitlines()
+    lines = demo.summary([completion(drafted)], [completion(plain)]).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "tokens",
         "tokens per second",
@@ -416,13 +416,13 @@ def test_the_summary_reports_speed_accept_length_and_the_ratio():
     for words in ("161 (length)", "80.0", "4.00 tokens a round", "90%, 50%, 25% of rounds"):
         assert words in text
     assert "40.0 tokens per second; drafting is 2.00 times as fast" in text
-    different = demo.summary(completion(drafted), completion(plain, (1,)))
+    different = demo.summary([completion(drafted)], [completion(plain, (1,))])
     assert "the same tokens" not in different
 
 
 def test_the_summary_of_one_token_divides_by_nothing():
     empty = Usage(output_tokens=1, accepted_per_position=(0, 0))
-    assert "0.00 tokens a round" in demo.summary(completion(empty), completion(empty))
+    assert "0.00 tokens a round" in demo.summary([completion(empty)], [completion(empty)])
 
 
 def test_the_demo_streams_and_compares(outrider, fake):
@@ -433,7 +433,8 @@ def test_the_demo_streams_and_compares(outrider, fake):
     drafting = [
         each.draft_tokens if each.HasField("draft_tokens") else None for each in fake[0].requests
     ]
-    assert drafting == [None, 0, None, 0]
+    # a short one of each to warm up, then by turns
+    assert drafting == [None, 0] * (1 + demo.TURNS)
     assert all(each.sampling.temperature == 0 for each in fake[0].requests)
 
 
@@ -455,7 +456,8 @@ def test_generate_works_on_the_base_install(base_install, fake):
 def test_what_needs_the_services_names_the_extra_to_install(base_install, verb):
     done = base_install("from outrider.cli import main; sys.exit(main(sys.argv[1:]))", *verb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "pip install 'outrider[serve]'" in done.stderr
+    assert "outrider[serve]" in done.stderr
+    assert "pip install '.[serve]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -105,7 +105,9 @@ def require_serve_extra() -> None:
     missing = [name for name in SERVE_MODULES if not _installed(name)]
     if missing:
         raise VerbError(
-            f"running the services needs {', '.join(missing)}: pip install 'outrider[serve]'", USAGE
+            "running the services needs the extra outrider[serve]: pip install '.[serve]' in a "
+            f"checkout (missing: {', '.join(missing)})",
+            USAGE,
         )
 
 
