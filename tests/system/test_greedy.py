@@ -68,8 +68,8 @@ def test_accepted_drafts_of_a_trained_pair_are_generates_own_tokens(
             drafted = client.generate(prompt_ids=ids, max_tokens=32, temperature=0, ignore_eos=True)
             assert list(drafted.token_ids) == tokens
             accepted += drafted.usage.accepted
-        # the bundled DFlash draft was trained on blocks of eight columns, and is of no use in narrower
-        # ones; DFlash2 always computes the configured width
+        # the bundled DFlash draft was trained on blocks of eight columns, and accepts little in
+        # narrower ones; DFlash2 always computes the configured width
         assert accepted > (15 if kind == "dflash2" or draft_tokens >= 7 else 0)
 
 
