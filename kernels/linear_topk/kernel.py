@@ -1,8 +1,9 @@
 """Triton form; see the contract.
 
 The products stream the head once into FP32 scores. A score and its id then become one integer key
-whose order is the contract's (larger score, then lower id), so that no two are equal and the best
-of a chunk, merged in any grouping, are the best of all.
+whose order is the contract's (larger score, then lower id), so that no two are equal. Each tile of
+the head leaves its largest key: the k best scores lie in the k tiles whose keys are the largest,
+and only those are ranked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 from kernels.checks import require_that
 
 LOWEST_KEY = tl.constexpr(-(1 << 63))
-CHUNK = 2048
 
 
 @triton.jit
@@ -67,11 +67,15 @@ def head_tile(
 def _products_kernel(
     hidden,
     head,
+    token_ids,
     scores,
+    tile_keys,
     M,
     rows,
     H,
     hidden_row,
+    public_vocab,
+    INDEXED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -83,82 +87,58 @@ def _products_kernel(
     z = head_tile(hidden, head, rows, at_m, at_v, M, H, hidden_row, PRECISION, BLOCK_K)
     inside = (at_m < M)[:, None] & (at_v < rows)[None, :]
     tl.store(scores + at_m.to(tl.int64)[:, None] * rows + at_v[None, :], z, mask=inside)
+    allowed = at_v < rows
+    ids = tl.load(token_ids + at_v, mask=allowed, other=0) if INDEXED else at_v.to(tl.int64)
+    allowed = allowed & (ids < public_vocab)
+    key = rank_key(z, tl.broadcast_to(ids[None, :], [BLOCK_M, BLOCK_V]))
+    best = tl.max(tl.where(allowed[None, :], key, LOWEST_KEY), axis=1)
+    tile, tile_count = tl.program_id(1), tl.num_programs(1)
+    tl.store(tile_keys + at_m.to(tl.int64) * tile_count + tile, best, mask=at_m < M)
 
 
 @triton.jit
-def chunk_keys_kernel(
-    scores,
+def _rank_kernel(
+    products,
     token_ids,
-    keys,
-    rows,
-    scores_row,
-    public_vocab,
-    INDEXED: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The K best keys of chunk program_id(0) of line program_id(1), descending."""
-    chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = at < rows
-    ids = tl.load(token_ids + at, mask=inside, other=0) if INDEXED else at.to(tl.int64)
-    inside = inside & (ids < public_vocab)
-    values = tl.load(scores + line * scores_row + at, mask=inside, other=0.0).to(tl.float32)
-    best = tl.topk(tl.where(inside, rank_key(values, ids), LOWEST_KEY), K)
-    tl.store(keys + (line * tl.num_programs(0) + chunk) * K + tl.arange(0, K), best)
-
-
-@triton.jit
-def merge_keys_kernel(source, keys, count, K: tl.constexpr, CHUNK: tl.constexpr):
-    """The K best of chunk program_id(0) of the `count` keys of line program_id(1)."""
-    chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    best = tl.topk(tl.load(source + line * count + at, mask=at < count, other=LOWEST_KEY), K)
-    tl.store(keys + (line * tl.num_programs(0) + chunk) * K + tl.arange(0, K), best)
-
-
-def top_keys(
-    scores: Tensor, token_ids: Tensor | None, rows: int, k: int, public_vocab: int
-) -> Tensor:
-    """The best keys of each line of scores [M, >= rows]: [M, K] int64, K >= k a power of two."""
-    lines, padded = scores.shape[0], max(triton.next_power_of_2(k), 2)
-    chunk = max(CHUNK, 2 * padded)
-    chunks = triton.cdiv(rows, chunk)
-    keys = torch.empty(lines, chunks * padded, dtype=torch.int64, device=scores.device)
-    chunk_keys_kernel[(chunks, lines)](
-        scores,
-        token_ids,
-        keys,
-        rows,
-        scores.stride(0),
-        public_vocab,
-        INDEXED=token_ids is not None,
-        K=padded,
-        CHUNK=chunk,
-        num_warps=4,
-    )
-    while chunks > 1:
-        count, chunks = chunks * padded, triton.cdiv(chunks * padded, chunk)
-        merged = torch.empty(lines, chunks * padded, dtype=torch.int64, device=scores.device)
-        merge_keys_kernel[(chunks, lines)](keys, merged, count, K=padded, CHUNK=chunk, num_warps=4)
-        keys = merged
-    return keys
-
-
-@triton.jit
-def _finish_kernel(
-    keys,
+    tile_keys,
     scores,
     ids,
+    rows,
+    tile_count,
+    public_vocab,
     k,
     multiplier,
     softcap,
+    INDEXED: tl.constexpr,
     CAPPED: tl.constexpr,
     K: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
+    """The k best of one line: they lie in the K tiles whose own best are the largest."""
     line = tl.program_id(0).to(tl.int64)
+    at_t = tl.arange(0, TILES)
+    bests = tl.load(tile_keys + line * tile_count + at_t, mask=at_t < tile_count, other=LOWEST_KEY)
+    # the tile of the rank-th largest key: its number, where keys carry the rows themselves
+    chosen = tl.topk(bests, K)
+    if INDEXED:
+        rank = tl.arange(0, K)
+        tiles = tl.zeros([K], tl.int64)
+        for index in tl.static_range(K):
+            key = tl.max(tl.where(rank == index, chosen, LOWEST_KEY), axis=0)
+            tile = tl.max(tl.where(bests == key, at_t, 0), axis=0)
+            tiles = tl.where(rank == index, tile.to(tl.int64), tiles)
+    else:
+        tiles = key_id(chosen) // BLOCK_V
+    # fewer tiles than ranks: what is left over repeats nothing
+    at = tl.where(chosen == LOWEST_KEY, rows, tiles * BLOCK_V)[:, None]
+    at = tl.reshape(at + tl.arange(0, BLOCK_V)[None, :], [K * BLOCK_V])
+    inside = at < rows
+    names = tl.load(token_ids + at, mask=inside, other=0) if INDEXED else at
+    values = tl.load(products + line * rows + at, mask=inside, other=0.0)
+    inside = inside & (names < public_vocab)
+    key = tl.topk(tl.where(inside, rank_key(values, names), LOWEST_KEY), K)
     rank = tl.arange(0, K)
-    key = tl.load(keys + line * K + rank)
     score = key_value(key) * multiplier
     if CAPPED:
         # tanh through exp of what is never positive, so that nothing overflows
@@ -172,13 +152,13 @@ def _finish_kernel(
 def tiles(hidden: Tensor) -> dict[str, int | str]:
     """Block extents and launch options of the products.
 
-    An output's sum runs over H in the same blocks and by the same 16-row instruction for every
-    number of rows.
+    An output's sum runs over H in the same blocks whatever the number of rows; on one H200 the
+    bits were the same at 16, 32 and 64 rows a block.
     """
     wide = hidden.dtype is torch.float32
     return {
         "PRECISION": "ieee" if wide else "tf32",
-        "BLOCK_M": 16 if hidden.shape[0] <= 16 else 32,
+        "BLOCK_M": min(max(triton.next_power_of_2(hidden.shape[0]), 16), 64),
         "BLOCK_V": 64,
         "BLOCK_K": 32 if wide else 128,
         "num_warps": 4,
@@ -210,11 +190,40 @@ def linear_topk(
     products = torch.empty(M, rows, dtype=torch.float32, device=hidden.device)
     options = tiles(hidden)
     grid = (triton.cdiv(M, options["BLOCK_M"]), triton.cdiv(rows, options["BLOCK_V"]))
+    tile_keys = torch.empty(M, grid[1], dtype=torch.int64, device=hidden.device)
+    indexed = token_ids is not None
     _products_kernel[grid](
-        hidden, head.contiguous(), products, M, rows, H, hidden.stride(0), **options
+        hidden,
+        head.contiguous(),
+        token_ids,
+        products,
+        tile_keys,
+        M,
+        rows,
+        H,
+        hidden.stride(0),
+        public_vocab,
+        INDEXED=indexed,
+        **options,
     )
-    keys = top_keys(products, token_ids, rows, k, public_vocab)
-    _finish_kernel[(M,)](
-        keys, best, ids, k, multiplier, softcap, CAPPED=softcap > 0.0, K=keys.shape[1], num_warps=1
+    padded = max(triton.next_power_of_2(k), 2)
+    _rank_kernel[(M,)](
+        products,
+        token_ids,
+        tile_keys,
+        best,
+        ids,
+        rows,
+        grid[1],
+        public_vocab,
+        k,
+        multiplier,
+        softcap,
+        INDEXED=indexed,
+        CAPPED=softcap > 0.0,
+        K=padded,
+        TILES=max(triton.next_power_of_2(grid[1]), padded),
+        BLOCK_V=options["BLOCK_V"],
+        num_warps=8,
     )
     return best, ids

@@ -1,4 +1,8 @@
-"""Triton form; see the contract. Alternatives are ranked as `linear_topk` ranks a head's rows."""
+"""Triton form; see the contract.
+
+A logit and its id are one integer key (`rank_key`), no two equal, so that the best of chunks,
+merged in any grouping, are the best of all.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear_topk.kernel import key_id, key_value, top_keys
+from kernels.linear_topk.kernel import LOWEST_KEY, key_id, key_value, rank_key
 
 _CHUNK = 4096
+_RANKED = 1024
 # beyond it a whole sort is the better ranking
 _MOST_RANKED = 128
+
+
+@triton.jit
+def _chunk_keys_kernel(
+    scores,
+    keys,
+    rows,
+    scores_row,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The K best keys of chunk program_id(0) of line program_id(1), descending."""
+    chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < rows
+    values = tl.load(scores + line * scores_row + at, mask=inside, other=0.0).to(tl.float32)
+    best = tl.topk(tl.where(inside, rank_key(values, at), LOWEST_KEY), K)
+    tl.store(keys + (line * tl.num_programs(0) + chunk) * K + tl.arange(0, K), best)
+
+
+@triton.jit
+def _merge_keys_kernel(source, keys, count, K: tl.constexpr, CHUNK: tl.constexpr):
+    """The K best of chunk program_id(0) of the `count` keys of line program_id(1)."""
+    chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    best = tl.topk(tl.load(source + line * count + at, mask=at < count, other=LOWEST_KEY), K)
+    tl.store(keys + (line * tl.num_programs(0) + chunk) * K + tl.arange(0, K), best)
+
+
+def _top_keys(scores: Tensor, rows: int, k: int) -> Tensor:
+    """The best keys of each line of scores [M, >= rows]: [M, K] int64, K >= k a power of two."""
+    lines, padded = scores.shape[0], max(triton.next_power_of_2(k), 2)
+    chunk = max(_RANKED, 2 * padded)
+    chunks = triton.cdiv(rows, chunk)
+    keys = torch.empty(lines, chunks * padded, dtype=torch.int64, device=scores.device)
+    _chunk_keys_kernel[(chunks, lines)](
+        scores,
+        keys,
+        rows,
+        scores.stride(0),
+        K=padded,
+        CHUNK=chunk,
+        num_warps=4,
+    )
+    while chunks > 1:
+        count, chunks = chunks * padded, triton.cdiv(chunks * padded, chunk)
+        merged = torch.empty(lines, chunks * padded, dtype=torch.int64, device=scores.device)
+        _merge_keys_kernel[(chunks, lines)](keys, merged, count, K=padded, CHUNK=chunk, num_warps=4)
+        keys = merged
+    return keys
 
 
 @triton.jit
@@ -78,7 +133,7 @@ def token_logprobs(
         logits, peaks, masses, public_vocab, logits.stride(0), CHUNK=_CHUNK, num_warps=8
     )
     ranked = 0 < top <= _MOST_RANKED
-    keys = top_keys(logits, None, public_vocab, top, public_vocab) if ranked else peaks
+    keys = _top_keys(logits, public_vocab, top) if ranked else peaks
     _logprob_kernel[(M,)](
         logits,
         tokens.contiguous(),

@@ -45,30 +45,21 @@ CASES = {
     **{
         f"products-{rows}": (
             "linear_topk._products_kernel",
-            typed(bf16="hidden head", fp32="scores"),
-            PRODUCTS | {"BLOCK_M": rows},
+            typed(bf16="hidden head", fp32="scores", int64="token_ids tile_keys"),
+            PRODUCTS | {"BLOCK_M": rows, "INDEXED": False},
             {"num_stages": 4},
         )
-        for rows in (16, 32)
+        for rows in (16, 64)
     },
-    "chunk_keys": (
-        "linear_topk.chunk_keys_kernel",
-        typed(fp32="scores", int64="token_ids keys"),
-        {"INDEXED": True, "K": 16, "CHUNK": 2048},
-        {},
-    ),
-    "merge_keys": (
-        "linear_topk.merge_keys_kernel",
-        typed(int64="source keys"),
-        {"K": 16, "CHUNK": 2048},
-        {},
-    ),
-    "finish": (
-        "linear_topk._finish_kernel",
-        typed(int64="keys ids", fp32="scores"),
-        {"CAPPED": True, "K": 16},
-        {"num_warps": 1},
-    ),
+    **{
+        f"rank-{'indexed' if indexed else 'full'}": (
+            "linear_topk._rank_kernel",
+            typed(fp32="products scores", int64="token_ids tile_keys ids"),
+            {"INDEXED": indexed, "CAPPED": indexed, "K": 16, "TILES": tiles, "BLOCK_V": 64},
+            {"num_warps": 8},
+        )
+        for indexed, tiles in ((False, 4096), (True, 64))
+    },
     "best_rows": (
         "linear_argmax._best_rows_kernel",
         typed(bf16="hidden head", int64="token_ids keys"),
@@ -190,6 +181,18 @@ CASES = {
         ),
         VOCABULARY | {"WIDTH": 8},
         {"num_warps": 16},
+    ),
+    "logprobs-chunk_keys": (
+        "token_logprobs._chunk_keys_kernel",
+        typed(fp32="scores", int64="keys"),
+        {"K": 32, "CHUNK": 1024},
+        {},
+    ),
+    "logprobs-merge_keys": (
+        "token_logprobs._merge_keys_kernel",
+        typed(int64="source keys"),
+        {"K": 32, "CHUNK": 1024},
+        {},
     ),
     "logprobs-mass": (
         "token_logprobs._chunk_mass_kernel",

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels.linear_topk import kernel as ranking
 from kernels.token_logprobs import kernel, token_logprobs
 from kernels.token_logprobs.reference import token_logprobs as reference
 
@@ -11,7 +10,7 @@ from kernels.token_logprobs.reference import token_logprobs as reference
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(kernel, "_CHUNK", 64)
-    monkeypatch.setattr(ranking, "CHUNK", 64)
+    monkeypatch.setattr(kernel, "_RANKED", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
