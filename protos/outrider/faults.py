@@ -193,18 +193,22 @@ def to_status(fault: FaultError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> FaultError:
-    """The fault a Status describes. Details of other types are skipped."""
+    """The fault a Status describes. Details of other types, and broken ones, are skipped."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     reason = _BARE.get(code, code.name)
     metadata: dict[str, str] = {}
     for detail in status.details:
-        if detail.type_url == _ERROR_INFO_URL:
-            info = status_pb2.ErrorInfo.FromString(detail.value)
-            reason = info.reason or reason
-            metadata = dict(info.metadata) | metadata
-        elif detail.type_url == _RETRY_INFO_URL:
-            retry = status_pb2.RetryInfo.FromString(detail.value)
-            metadata[RETRY_AFTER_MS] = str(retry.retry_delay.ToMilliseconds())
+        try:
+            if detail.type_url == _ERROR_INFO_URL:
+                info = status_pb2.ErrorInfo.FromString(detail.value)
+                reason = info.reason or reason
+                metadata = dict(info.metadata) | metadata
+            elif detail.type_url == _RETRY_INFO_URL:
+                retry = status_pb2.RetryInfo.FromString(detail.value)
+                metadata[RETRY_AFTER_MS] = str(retry.retry_delay.ToMilliseconds())
+        except DecodeError:
+            # a Status comes in-band too, where a broken peer must not break its reader
+            continue
     return FaultError.received(reason, status.message, code, metadata)
 
 

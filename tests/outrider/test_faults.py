@@ -252,6 +252,14 @@ def test_details_of_other_types_are_skipped():
     assert faults.from_status(status).metadata == {"expected": "20", "actual": "21"}
 
 
+def test_details_that_cannot_be_read_are_skipped():
+    status = faults.to_status(a_fault())
+    for detail in status.details:
+        detail.value = b"\xff\xff\xff"
+    fault = faults.from_status(status)
+    assert (fault.message, fault.metadata) == (a_fault().message, {})
+
+
 @pytest.mark.parametrize(
     "trailer",
     [b"\xff\xff\xff", status_pb2.Status(code=5, message="another").SerializeToString(), b""],
