@@ -260,10 +260,10 @@ class Plan:
 
     def backlog_rows(self) -> int:
         """Unsent feature rows that one sequence may hold: its share of the backlog memory."""
-        # a chunk's rows arrive at once, before any of them can be sent
         least = max(self.draft.window, self.width)
         if self.options.feature_backlog_mib is None:
-            return max(least, self.options.prefill_chunk)
+            # a chunk's rows arrive at once, behind those that were too few for a Features message
+            return max(least, self.options.prefill_chunk + self.width)
         share = (self.options.feature_backlog_mib << 20) // self.options.max_concurrency
         rows = share // self.row_bytes
         if rows < least:

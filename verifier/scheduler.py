@@ -198,7 +198,9 @@ class Engine:
         """At most one chunk's worth of prompt tokens; False when no prompt waits for any."""
         budget = self._rounds.chunk
         while budget > 0:
-            prefilling = next((s for s in self._resident if not s.prefilled), None)
+            prefilling = next(
+                (s for s in self._resident if not s.prefilled and not self._must_wait(s)), None
+            )
             if prefilling is None:
                 break
             first = prefilling.frontier
@@ -220,7 +222,10 @@ class Engine:
         )
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether a seeded sample's context lags: its run of P must depend on the request alone."""
+        """Whether a seeded sample's context lags: its proposals must depend on the request alone.
+
+        A prompt that went on would overflow its backlog, and lose coverage, only beside neighbours.
+        """
         sampling = sequence.request.sampling
         return (
             sampling.seed_given

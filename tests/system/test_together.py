@@ -64,6 +64,33 @@ def test_rounds_do_not_depend_on_the_number_of_sessions(dense, serve, kind, leng
             assert run.rounds == alone.rounds
 
 
+def test_a_seeded_prompt_keeps_its_coverage_beside_drafting_neighbours(dense, serve):
+    """With a full layer every row of a long prompt is sent, whoever else has rows to send."""
+    pair, client = serve(dense, "dflash", draft_tokens=7, prefill_chunk=32, max_context=1024)
+    arguments = {
+        "prompt_ids": prompt(400),
+        "max_tokens": 16,
+        "temperature": 0.8,
+        "seed": 11,
+        "ignore_eos": True,
+        "return_rounds": True,
+    }
+    alone = client.generate(**arguments)
+    neighbours = [
+        client.stream(prompt_ids=prompt(8, seed=i), max_tokens=900, temperature=0, ignore_eos=True)
+        for i in range(3)
+    ]
+    for neighbour in neighbours:
+        next(neighbour)
+    beside = client.generate(**arguments)
+    for neighbour in neighbours:
+        neighbour.cancel()
+    assert beside.rounds == alone.rounds
+    assert beside.token_ids == alone.token_ids
+    assert "drafter_backlog_reopens" not in client.server_info().counters
+    pair.expect_idle()
+
+
 def test_cancelled_streams_free_everything_and_neighbours_go_on(dense, serve, oracle):
     pair, client = serve(dense, "dflash2", draft_tokens=3, max_concurrency=4)
     expected = greedy(oracle, prompt(20), 60)
