@@ -32,6 +32,8 @@ log = structlog.get_logger("outrider.drafter")
 # events of one stream that may wait for the engine or for gRPC to take their answer; a verifier
 # that keeps to the protocol has far fewer on the way
 STREAM_CREDITS = 64
+# a stream holds a thread of the server's, so one that says nothing must end
+HELLO_SECONDS = 10.0
 FULL_RETRY_MS = 1000
 
 
@@ -43,6 +45,7 @@ class Stream:
         self.verifier_id = b""
         self.max_concurrency = 0  # B that its Hello reserved
         self.ended = False
+        self._heard = False  # whether anything came
         self._outbox: queue.SimpleQueue[wire.DraftRoundsResponse | FaultError | None]
         self._outbox = queue.SimpleQueue()
         self._credits = threading.Semaphore(STREAM_CREDITS)
@@ -52,6 +55,7 @@ class Stream:
         try:
             for request in requests:
                 received_ns = time.monotonic_ns()
+                self._heard = True
                 self._credits.acquire()
                 if self.ended:
                     return
@@ -67,8 +71,18 @@ class Stream:
         Raises:
             FaultError: What ended it, if it was not the verifier's own wish.
         """
+        patience: float | None = HELLO_SECONDS
         while True:
-            answer = self._outbox.get()
+            try:
+                answer = self._outbox.get(timeout=patience)
+            except queue.Empty:
+                if not self._heard:
+                    raise invalid(
+                        "first event", f"hello within {HELLO_SECONDS:g} s", "none"
+                    ) from None
+                patience = None
+                continue
+            patience = None
             if answer is None:
                 return
             if isinstance(answer, FaultError):

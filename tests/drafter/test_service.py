@@ -6,6 +6,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from concurrent import futures
 
 import grpc
@@ -15,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from drafter import service as service_module
-from drafter.__main__ import parse, start
+from drafter.__main__ import CALL_THREADS, parse, start
 from drafter.config import DrafterOptions
 from drafter.model import ProposalAsk
 from drafter.service import DraftService, Engine, Stream
@@ -239,6 +240,19 @@ def test_stop_does_not_wait_for_a_stream_that_never_said_hello(running):
     describe(channel)
     process.stop(0)
     assert silent.ending().code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def test_streams_that_never_say_hello_end_and_give_their_threads_back(running, monkeypatch):
+    monkeypatch.setattr(service_module, "HELLO_SECONDS", 0.3)
+    _, _, channel = running()
+    hello = hello_for(describe(channel))
+    silent = [Verifier(channel) for _ in range(CALL_THREADS + 4)]
+    fault = silent[0].ending()
+    assert (fault.reason, fault.code) == ("EVENT_INVALID", grpc.StatusCode.INVALID_ARGUMENT)
+    quiet = Verifier(channel, hello)
+    time.sleep(0.5)
+    quiet.send(round=wire.Round(round_index=1))
+    assert next(quiet.call).HasField("round_reply"), "silence after a Hello is none"
 
 
 def test_a_verifier_that_sends_and_never_reads_stops_nobody(running, features):
