@@ -377,8 +377,16 @@ def _tokenize(backend: Backend, message: pb.TokenizeRequest) -> pb.TokenizeRespo
 
 def _detokenize(backend: Backend, message: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
     validation.check_public_ids("token_ids", message.token_ids, backend.limits)
-    text = backend.text.decode(message.token_ids, skip_special_tokens=message.skip_special_tokens)
-    limit, size = serving.MESSAGE_LIMIT - 64, len(text.encode())
+    ids, skip = message.token_ids, message.skip_special_tokens
+    # before the text is made: a few bytes of ids may stand for a hundred times as many
+    _require_fitting(backend.text.decoded_bytes(ids, skip_special_tokens=skip))
+    text = backend.text.decode(ids, skip_special_tokens=skip)
+    _require_fitting(len(text.encode()))
+    return pb.DetokenizeResponse(text=text)
+
+
+def _require_fitting(size: int) -> None:
+    limit = serving.MESSAGE_LIMIT - 64
     if size > limit:
         raise FaultError(
             "MESSAGE_TOO_LARGE",
@@ -386,7 +394,6 @@ def _detokenize(backend: Backend, message: pb.DetokenizeRequest) -> pb.Detokeniz
             limit=limit,
             actual=size,
         )
-    return pb.DetokenizeResponse(text=text)
 
 
 def _deadline_ns(context: grpc.aio.ServicerContext[Any, Any], now_ns: int) -> int | None:

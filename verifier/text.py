@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,12 @@ class Text:
         skipped = self._special if skip_special_tokens else frozenset()
         data = b"".join(self._all_bytes(i) for i in token_ids if i not in skipped)
         return data.decode("utf-8", "replace")
+
+    def decoded_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> int:
+        """How many bytes `decode` would join, without joining them; its text has no fewer."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        counts = Counter(token_ids)
+        return sum(len(self._all_bytes(i)) * n for i, n in counts.items() if i not in skipped)
 
     def shown_bytes(self, token_id: int) -> bytes:
         """The bytes that a generated token adds to the text: none for a special token."""

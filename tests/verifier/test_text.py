@@ -58,6 +58,7 @@ def test_any_ids_decode_as_the_tokenizer_does(tokenizer: Tokenizer, text: Text, 
     )
     shown = tokenizer.decode(ids, skip_special_tokens=True)
     assert text.decode(ids) == shown
+    assert text.decoded_bytes(ids) <= len(shown.encode())
     assert by_pieces([text.shown_bytes(i) for i in ids]) == shown
 
 
