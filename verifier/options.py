@@ -20,6 +20,7 @@ PREFILL_CHUNK = {"cuda": 1024, "cpu": 256}
 # positions planned for unless --max-context says otherwise
 DEFAULT_CONTEXT = {"cuda": 32768, "cpu": 8192}
 MOST_CONCURRENCY = 8
+MOST_SECONDS = 86400  # of any timeout
 CPU = torch.device("cpu")
 
 
@@ -60,7 +61,13 @@ class VerifierOptions:
         """
         device = choose_device(arguments.device)
         chunk = arguments.prefill_chunk or PREFILL_CHUNK[device.type]
+        timeout_ms = arguments.draft_timeout_ms
+        if timeout_ms is None:
+            timeout_ms = DRAFT_TIMEOUT_MS[device.type]
         for name, value, first, last in (
+            ("--draft-timeout-ms", timeout_ms, 1, MOST_SECONDS * 1000),
+            ("--queue-timeout-ms", arguments.queue_timeout_ms, 0, MOST_SECONDS * 1000),
+            ("--drain-timeout", arguments.drain_timeout, 0, MOST_SECONDS),
             ("--max-concurrency", arguments.max_concurrency, 1, MOST_CONCURRENCY),
             ("--prefill-chunk", chunk, 1, 1 << 16),
             ("--max-queue", arguments.max_queue, 0, 1 << 20),
@@ -82,7 +89,7 @@ class VerifierOptions:
             prefill_chunk=chunk,
             max_queue=arguments.max_queue,
             queue_timeout_ms=arguments.queue_timeout_ms,
-            draft_timeout_ms=arguments.draft_timeout_ms or DRAFT_TIMEOUT_MS[device.type],
+            draft_timeout_ms=timeout_ms,
             feature_backlog_mib=arguments.feature_backlog_mib,
             checkpoint_slots=arguments.checkpoint_slots,
             causal_local_layers=arguments.causal_local_layers,
