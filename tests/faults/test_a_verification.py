@@ -68,6 +68,18 @@ def test_draft_accept_and_correction_draw_apart(dense, serve, monkeypatch, share
     assert abs(rate - 0.6) < 4 * math.sqrt(0.24 / len(drawn.accepted))
 
 
+def test_the_draws_of_one_block_are_independent(dense, serve, monkeypatch):
+    """A1: P=3; one number used for two positions would tie the tokens of a block together."""
+    p, q = {0: 0.2, 1: 0.5, 2: 0.3}, {0: 0.6, 1: 0.3, 2: 0.1}
+    scripted(monkeypatch, always(logits_of(p)))
+    plant(monkeypatch, Lattice(logits_of(q)))
+    _, client = serve(dense, draft_tokens=3, max_concurrency=8)
+    tokens = drawn_tokens(client, prompt(5), 1, **ROUNDS).all
+    pairs = [3 * first + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]
+    assert len(pairs) > 1800
+    assert misfit(pairs, {3 * a + b: p[a] * p[b] for a in p for b in p}) > 1e-3
+
+
 @pytest.mark.parametrize("reported", ["drawn", "unfiltered"])
 def test_only_the_q_that_was_drawn_from_keeps_the_law(dense, serve, monkeypatch, reported):
     """A2: drawn from [.6, .4, 0]; reporting [.48, .32, .2] instead publishes [.625, .375, 0]."""
