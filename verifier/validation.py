@@ -195,13 +195,23 @@ def check(wanted: RequestFields, limits: Limits, *, has_tokenizer: bool = True) 
     _check_stops(wanted.stop, has_tokenizer)
     _check_ids("stop_token_ids", wanted.stop_token_ids, limits.vocab_size)
     eos_token_ids = frozenset() if wanted.ignore_eos else limits.eos_token_ids
+    stop_token_ids = eos_token_ids | frozenset(wanted.stop_token_ids)
+    # below min_tokens they cannot occur, and something must be able to
+    public_stops = sum(token_id < limits.public_vocab for token_id in stop_token_ids)
+    if min_tokens and public_stops == limits.public_vocab:
+        _refuse(
+            "STOP_INVALID",
+            "stop_token_ids",
+            f"fewer than all {limits.public_vocab} ids with min_tokens {min_tokens}",
+            public_stops,
+        )
     return Checked(
         request_id=wanted.request_id,
         sampling=_sampling(wanted.sampling, limits.defaults, limits.public_vocab),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=tuple(dict.fromkeys(wanted.stop)),
-        stop_token_ids=eos_token_ids | frozenset(wanted.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         sample_count=sample_count,
         logprobs=wanted.logprobs,
         draft_tokens=draft_tokens,

@@ -108,19 +108,19 @@ def test_a_wrong_q_fails(matched, laws, capsys, monkeypatch):
         return tokens, flat / flat.sum(-1, keepdim=True)
 
     monkeypatch.setattr(selector, "candidate_selector", flattened)
-    assert run(matched, "dflash2", samples=480) == cli.FAILED
+    assert run(matched, "dflash2", samples=320) == cli.FAILED
     assert any("proposal" in line for line in failures(capsys.readouterr().out))
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "line"),
+    ("one", "other", "line", "samples"),
     [
-        (Purpose.CORRECTION, Purpose.PROPOSAL, "independent draws"),
-        (Purpose.PROPOSAL, Purpose.BONUS, "proposal"),
+        (Purpose.CORRECTION, Purpose.PROPOSAL, "independent draws", 640),
+        (Purpose.PROPOSAL, Purpose.BONUS, "proposal", 160),
     ],
     ids=["correction_as_proposal", "proposal_as_bonus"],
 )
-def test_a_shared_rng_purpose_fails(matched, laws, capsys, monkeypatch, one, other, line):
+def test_a_shared_rng_purpose_fails(matched, laws, capsys, monkeypatch, one, other, line, samples):
     laws("temperature 0.9, min-p 0.1")
     real = rng.uniform
 
@@ -132,7 +132,7 @@ def test_a_shared_rng_purpose_fails(matched, laws, capsys, monkeypatch, one, oth
         return real(seeds, positions, purpose, sub)
 
     monkeypatch.setattr(rng, "uniform", shared)
-    assert run(matched, "dflash2", samples=800) == cli.FAILED
+    assert run(matched, "dflash2", samples=samples) == cli.FAILED
     assert any(line in each for each in failures(capsys.readouterr().out))
 
 

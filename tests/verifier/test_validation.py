@@ -154,6 +154,7 @@ def test_sampling_outside_its_range_is_refused(name, value):
         ({"stop": tuple("abcdefghijklmnopq")}, "STOP_INVALID", "stop"),
         ({"stop_token_ids": (100,)}, "TOKEN_OUT_OF_RANGE", "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "TOKEN_OUT_OF_RANGE", "stop_token_ids"),
+        ({"stop_token_ids": range(90), "min_tokens": 1}, "STOP_INVALID", "stop_token_ids"),
         ({"request_id": "é" * 65}, "REQUEST_INVALID", "request_id"),
         (
             {"sampling": SamplingFields(logit_bias={90: 1.0})},
