@@ -18,6 +18,8 @@ import triton.language as tl
 NARROW = 32
 SPLIT = 256  # positions of a run
 RUNS = 16  # added at a time
+KEYS = 64  # scored at a time
+WARPS, STAGES = 8, 2
 
 
 @triton.jit
@@ -287,10 +289,10 @@ def causal_attention(
         WHOLE=whole,
         SPLIT=SPLIT,
         ROWS=rows,
-        KEYS=64 if narrow else 32,
+        KEYS=KEYS if narrow else 32,
         BLOCK=block,
-        num_warps=8,
-        num_stages=2,
+        num_warps=8 if whole else WARPS,
+        num_stages=2 if whole else STAGES,
         enable_fp_fusion=False,
     )
     if not whole:

@@ -72,12 +72,23 @@ def gdn_fold_kernel(  # noqa: PLR0915
             keys = record_key + layer * key_layer + row * key_row + head // (HV // HK) * DK
             values = record_value + layer * value_layer + row * value_row + head * DV
             gates = record_gate + layer * gate_layer + row * gate_row + 2 * head
+            keys, values = keys + dk, values + dv
+            # a column is asked for while the one before it is folded
+            next_key = tl.load(keys, mask=is_key, other=0.0)
+            next_value = tl.load(values, mask=is_value, other=0.0)
+            next_g, next_beta = tl.load(gates), tl.load(gates + 1)
             for i in range(count):
-                key = tl.load(keys + i * key_column + dk, mask=is_key, other=0.0)
-                value = tl.load(values + i * value_column + dv, mask=is_value, other=0.0)
-                g = tl.load(gates + i * gate_column)
-                beta = tl.load(gates + i * gate_column + 1)
-                current = transition(current, key.to(tl.float32), value.to(tl.float32), g, beta)
+                key, value = next_key.to(tl.float32), next_value.to(tl.float32)
+                g, beta = next_g, next_beta
+                following = i + 1 < count
+                live_key = dk < tl.where(following, DK, 0)
+                live_value = dv < tl.where(following, DV, 0)
+                next_key = tl.load(keys + (i + 1) * key_column, mask=live_key, other=0.0)
+                next_value = tl.load(values + (i + 1) * value_column, mask=live_value, other=0.0)
+                pair = gates + (i + 1) * gate_column
+                next_g = tl.load(pair, mask=following, other=0.0)
+                next_beta = tl.load(pair + 1, mask=following, other=0.0)
+                current = transition(current, key, value, g, beta)
             destination = state + layer * state_layer
             destination += (tl.load(destination_slots + row) * HV + head) * DK * DV
             tl.store(destination + cells, current, mask=is_cell)

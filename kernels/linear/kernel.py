@@ -2,9 +2,10 @@
 
 A tile of weight rows times a tile of columns (the rows of x) is accumulated over K in one order
 that the weight's shape alone fixes: tiles of BLOCK_K, in `split` runs whose sums are added in
-ascending order. Neither that order nor the tile of weight rows depends on the number of columns,
-so that a column's result does not depend on what shares the call. The runs of one tile find each
-other through a counter in memory: the last to arrive adds what all have left there.
+ascending order. That order does not depend on the number of columns, and neither do the matrix
+instructions' operands along K; so a column's result does not depend on what shares the call. The
+runs of one tile find each other through a counter in memory: the last to arrive adds what all have
+left there.
 """
 
 from functools import lru_cache
@@ -17,14 +18,14 @@ import triton.language as tl
 
 WIDEST = 256
 COLUMNS = 128  # of one program, at most
-ENOUGH_PROGRAMS = 220  # two for nearly each processor of a large device
+PROCESSORS = 132  # that a plan has in mind, wherever it runs: sums must not depend on the device
 SPLITS = (1, 2, 3, 4, 6, 8)
+SHORTEST_RUN = 8  # tiles of K
 
 
 class Plan(NamedTuple):
-    """How a weight is cut; a function of the weight's shape and element size alone."""
+    """How a weight is cut over K; a function of the weight's shape and element size alone."""
 
-    block_n: int
     block_k: int
     split: int
 
@@ -109,7 +110,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
         rows = rows.contiguous()
     plan = cut(N, K, weight.element_size())
     columns = min(max(triton.next_power_of_2(M), 16), COLUMNS)
-    grid = (triton.cdiv(M, columns), triton.cdiv(N, plan.block_n), plan.split)
+    block_n = tile_rows(N, plan.split, columns)
+    grid = (triton.cdiv(M, columns), triton.cdiv(N, block_n), plan.split)
     out = torch.empty((M, N), dtype=dtype, device=x.device)
     partial = out
     if plan.split > 1:
@@ -125,29 +127,35 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
         K,
         rows.stride(0),
         *weight.stride(),
-        BLOCK_N=plan.block_n,
+        BLOCK_N=block_n,
         BLOCK_K=plan.block_k,
         COLUMNS=columns,
         SPLIT=plan.split,
         EVEN_K=K % plan.block_k == 0,
-        num_warps=4,
-        num_stages=5 if columns <= 32 else 4 if columns == 64 else 3,
+        num_warps=8 if columns > 64 else 4,
+        num_stages=3 if columns > 64 else 5 if columns <= 32 and block_n == 64 else 4,
     )
     return out.view(*x.shape[:-1], N)
 
 
 @lru_cache(maxsize=256)
 def cut(N: int, K: int, element_size: int) -> Plan:
-    """Tiles of 64 weight rows, and runs of K where those alone would leave the device idle."""
+    """As many runs of K as one program of 128 rows for each processor allows, not too short."""
     block_k = min(max(triton.next_power_of_2(K), 16), 256 // element_size)
-    tiles, blocks = triton.cdiv(N, 64), triton.cdiv(K, block_k)
-    split = next((s for s in SPLITS if tiles * s >= ENOUGH_PROGRAMS), SPLITS[-1])
-    # a run of fewer than two tiles is not worth its sum
-    return Plan(64, block_k, max(s for s in SPLITS if s <= min(split, max(blocks // 2, 1))))
+    tiles, blocks = triton.cdiv(N, 128), triton.cdiv(K, block_k)
+    fitting = [s for s in SPLITS if tiles * s <= PROCESSORS and blocks >= s * SHORTEST_RUN]
+    return Plan(block_k, max(fitting, default=1))
+
+
+def tile_rows(N: int, split: int, columns: int) -> int:
+    """Rows of the weight in a tile: measured, and without effect on any sum."""
+    programs = triton.cdiv(N, 128) * split
+    few = programs * 2 <= PROCESSORS
+    return 128 if not few and (columns > 32 or programs <= PROCESSORS) else 64
 
 
 @lru_cache(maxsize=8)
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Counters for the tiles of a call; a call leaves them zero, and calls follow one another."""
     with torch.inference_mode(False):
-        return torch.zeros(2 * ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
+        return torch.zeros(8 * PROCESSORS, dtype=torch.int32, device=device)

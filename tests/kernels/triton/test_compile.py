@@ -49,36 +49,53 @@ CASES = {
         for axes in (False, True)
     },
     **{
-        f"linear-{columns}-columns-split-{split}-{'even' if even else 'odd'}": (
+        f"linear-{columns}-columns-{rows}-rows-split-{split}-{'even' if even else 'odd'}": (
             "linear.linear_kernel",
             {"x": BF16, "weight": BF16, "out": BF16, "partial": FP32, "arrivals": "*i32"},
             {
                 "w_k": 1,
-                "BLOCK_N": 64,
+                "BLOCK_N": rows,
                 "BLOCK_K": 128,
                 "COLUMNS": columns,
                 "SPLIT": split,
                 "EVEN_K": even,
             },
-            {"num_stages": stages},
+            {"num_stages": stages, "num_warps": warps},
         )
-        for columns, split, even, stages in (
-            (16, 1, True, 5),
-            (16, 3, False, 5),
-            (32, 3, True, 5),
-            (64, 1, True, 4),
-            (128, 3, True, 3),
+        for columns, rows, split, even, stages, warps in (
+            (16, 64, 1, True, 5, 4),
+            (16, 128, 3, False, 4, 4),
+            (32, 64, 4, True, 5, 4),
+            (64, 128, 1, True, 4, 4),
+            (128, 128, 3, True, 3, 8),
         )
+    },
+    **{
+        f"gdn_verify-{name}-record": (
+            "gdn_verify.record_kernel",
+            {
+                **dict.fromkeys(("projected", "a", "b", "conv_weight", "conv_history"), BF16),
+                **dict.fromkeys(("query", "record_conv", "record_key", "record_value"), BF16),
+                **dict.fromkeys(("a_log", "dt_bias", "record_gate"), FP32),
+                **dict.fromkeys(("slots", "counts"), INT64),
+            },
+            {
+                "KEYS": 2048,
+                "VALUES": 128 * heads,
+                "HEADS": heads,
+                "HEADS_BLOCK": block,
+                "CHANNELS": 256,
+            },
+            {"num_warps": 2},
+        )
+        for name, heads, block in (("27B", 48, 64), ("35B", 32, 32))
     },
     **{
         f"gdn_verify-{name}": (
             "gdn_verify.gdn_verify_kernel",
             {
-                **dict.fromkeys(
-                    ("projected", "a", "b", "conv_weight", "conv_history", "out"), BF16
-                ),
-                **dict.fromkeys(("record_conv", "record_key", "record_value"), BF16),
-                **dict.fromkeys(("a_log", "dt_bias", "state", "record_gate"), FP32),
+                **dict.fromkeys(("query", "record_key", "record_value", "out"), BF16),
+                **dict.fromkeys(("state", "record_gate"), FP32),
                 **dict.fromkeys(("slots", "counts"), INT64),
             },
             geometry,

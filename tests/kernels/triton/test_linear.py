@@ -25,7 +25,7 @@ def test_equals_reference(random, distance, shape, N, dtype):
 def test_short_weight_is_cut_along_k_and_summed_in_one_order(random, distance):
     """Twice, because the counters must be left as they were found."""
     x, weight = random(3, 2048), random(70, 2048, scale=0.05)
-    assert cut(70, 2048, 4).split == SPLITS[-1]
+    assert cut(70, 2048, 4).split == 4
     first = linear(x, weight)
     assert distance(first, reference(x, weight)) < 1e-6
     assert torch.equal(linear(x, weight), first)
@@ -60,9 +60,31 @@ def test_result_may_be_wider_than_the_inputs(random, distance):
     assert distance(wide, reference(x.float(), weight.float())) < 1e-6
 
 
-def test_cut_follows_the_weight_alone():
-    for N, K in ((5120, 6144), (5120, 17408), (34816, 5120), (248320, 5120), (2048, 512)):
-        plan = cut(N, K, 2)
-        assert plan.block_n == 64
-        assert plan.split in SPLITS
-        assert plan.split * 2 <= max(-(-K // plan.block_k), 2)
+@pytest.mark.parametrize(
+    ("N", "K", "split"),
+    [
+        (5120, 6144, 3),
+        (5120, 17408, 3),
+        (14336, 5120, 1),
+        (16480, 5120, 1),
+        (34816, 5120, 1),
+        (248320, 5120, 1),
+        (2048, 4096, 4),
+        (256, 2048, 2),
+    ],
+    ids=str,
+)
+def test_weight_alone_decides_the_runs_of_k(N, K, split):
+    plan = cut(N, K, 2)
+    assert plan == (128, split)
+    assert plan.split in SPLITS
+
+
+def test_tile_of_weight_rows_changes_no_bit(random, monkeypatch):
+    """It may follow the number of columns, since no sum follows it."""
+    x, weight = random(20, 1024, dtype=HALF), random(300, 1024, dtype=HALF)
+    results = []
+    for rows in (64, 128):
+        monkeypatch.setattr("kernels.linear.kernel.tile_rows", lambda *_, rows=rows: rows)
+        results.append(linear(x, weight))
+    assert torch.equal(*results)
