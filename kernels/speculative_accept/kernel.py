@@ -2,9 +2,9 @@
 
 The first launch accepts, and writes the weights that the terminal token is drawn from; the second
 draws it, one program a row. A probability and its id are one integer key (`rank_key`) whose order
-is the contract's. The weight from a key on only grows as the key falls, sums being taken in one
-fixed order, so that the token drawn is found by bisection and nothing is sorted. Where the first
-token of the order has the weight, as in every greedy row, there is nothing to search.
+is the contract's. Where the first token of the order has the weight, as in every greedy row, there
+is nothing to search; else a short ranking is tried. Beyond it the weight from a key on only grows
+as the key falls, sums being taken in one fixed order, so that bisection finds the token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch import Tensor
 from kernels.linear_topk.kernel import LOWEST_KEY, key_id, rank_key
 from kernels.rng import Purpose
 from kernels.rng.kernel import draw
-from kernels.target_distribution.kernel import middle
+from kernels.target_distribution.kernel import best_of_tiles, middle
 
 _CHUNK = 4096
 _PASS = 8192
+_TILE = 64
+_RANKED = 32
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 _CORRECTION = tl.constexpr(int(Purpose.CORRECTION))
 _BONUS = tl.constexpr(int(Purpose.BONUS))
@@ -37,7 +39,7 @@ def _accept_kernel(
     frontiers,
     accepted,
     weights,
-    best_keys,
+    tile_keys,
     masses,
     amounts,
     V,
@@ -46,6 +48,7 @@ def _accept_kernel(
     DRAFTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Weights of one chunk of the terminal token's column; every chunk counts A for itself."""
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
@@ -86,11 +89,45 @@ def _accept_kernel(
         weight = tl.maximum(weight, 0.0)
     tl.store(weights + row * V + at, weight, mask=inside)
     line = row * chunks + chunk
-    tl.store(best_keys + line, tl.max(tl.where(inside, rank_key(mine, at), LOWEST_KEY), axis=0))
+    keys = tl.reshape(tl.where(inside, rank_key(mine, at), LOWEST_KEY), [CHUNK // TILE, TILE])
+    tile_at = tile_keys + line * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
+    tl.store(tile_at, tl.max(keys, axis=1))
     tl.store(masses + line * 2, tl.sum(weight, axis=0))
     tl.store(masses + line * 2 + 1, tl.sum(mine, axis=0))
     tl.store(amounts + line * 2, tl.sum((weight > 0.0).to(tl.int32), axis=0))
     tl.store(amounts + line * 2 + 1, tl.sum((mine > 0.0).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _search(order, source, V, goal, amount, highest, PASS: tl.constexpr):
+    """The key that `goal` falls on, of the `amount` keys with weight; the lowest of all if none."""
+    # the last key with weight stays in [low, high) even if rounding leaves the sum below goal
+    low, high = tl.full([], 1 << 32, tl.int64), highest + 1
+    upper, lower = amount, tl.full([], 0, tl.int32)
+    while (upper - lower > 1) & (low + 1 < high):
+        probe = middle(low, high)
+        reached = tl.zeros([PASS], tl.float32)
+        found = tl.zeros([PASS], tl.int32)
+        for first in range(0, V, PASS):
+            at_v = first + tl.arange(0, PASS)
+            mine = tl.load(order + at_v, mask=at_v < V, other=0.0)
+            weight = tl.load(source + at_v, mask=at_v < V, other=0.0)
+            counts = (rank_key(mine, at_v) >= probe) & (weight > 0.0)
+            reached += tl.where(counts, weight, 0.0)
+            found += counts.to(tl.int32)
+        number = tl.sum(found, axis=0)
+        beyond = tl.sum(reached, axis=0) > goal
+        low, upper = tl.where(beyond, probe, low), tl.where(beyond, number, upper)
+        high, lower = tl.where(beyond, high, probe), tl.where(beyond, lower, number)
+    chosen = tl.full([PASS], LOWEST_KEY, tl.int64)
+    for first in range(0, V, PASS):
+        at_v = first + tl.arange(0, PASS)
+        mine = tl.load(order + at_v, mask=at_v < V, other=0.0)
+        weight = tl.load(source + at_v, mask=at_v < V, other=0.0)
+        at_key = rank_key(mine, at_v)
+        candidate = (at_key >= low) & (at_key < high) & (weight > 0.0)
+        chosen = tl.maximum(chosen, tl.where(candidate, at_key, LOWEST_KEY))
+    return tl.max(chosen, axis=0)
 
 
 @triton.jit
@@ -102,15 +139,19 @@ def _draw_kernel(
     frontiers,
     accepted,
     weights,
-    best_keys,
+    tile_keys,
     masses,
     amounts,
     tokens,
     V,
     drafts,
     chunks,
+    tiles,
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKED: tl.constexpr,
     PASS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -118,7 +159,9 @@ def _draw_kernel(
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
     line = row * chunks + at
-    highest = tl.max(tl.load(best_keys + line, mask=inside, other=LOWEST_KEY), axis=0)
+    at_t = tl.arange(0, TILES)
+    bests = tl.load(tile_keys + row * tiles + at_t, mask=at_t < tiles, other=LOWEST_KEY)
+    highest = tl.max(bests, axis=0)
     mass = tl.sum(tl.load(masses + line * 2, mask=inside, other=0.0), axis=0)
     amount = tl.sum(tl.load(amounts + line * 2, mask=inside, other=0), axis=0)
     order = p + (row * (drafts + 1) + passed) * V
@@ -134,33 +177,15 @@ def _draw_kernel(
     goal = draw(seed, key, purpose, tl.full([], 0, tl.uint64)) * mass
     terminal = key_id(highest)
     if goal >= tl.load(source + terminal):
-        # the last key with weight stays in [low, high) even if rounding leaves the sum below goal
-        low, high = tl.full([], 1 << 32, tl.int64), highest + 1
-        upper, lower = amount, tl.full([], 0, tl.int32)
-        while (upper - lower > 1) & (low + 1 < high):
-            probe = middle(low, high)
-            reached = tl.zeros([PASS], tl.float32)
-            found = tl.zeros([PASS], tl.int32)
-            for first in range(0, V, PASS):
-                at_v = first + tl.arange(0, PASS)
-                mine = tl.load(order + at_v, mask=at_v < V, other=0.0)
-                weight = tl.load(source + at_v, mask=at_v < V, other=0.0)
-                counts = (rank_key(mine, at_v) >= probe) & (weight > 0.0)
-                reached += tl.where(counts, weight, 0.0)
-                found += counts.to(tl.int32)
-            number = tl.sum(found, axis=0)
-            beyond = tl.sum(reached, axis=0) > goal
-            low, upper = tl.where(beyond, probe, low), tl.where(beyond, number, upper)
-            high, lower = tl.where(beyond, high, probe), tl.where(beyond, lower, number)
-        chosen = tl.full([PASS], LOWEST_KEY, tl.int64)
-        for first in range(0, V, PASS):
-            at_v = first + tl.arange(0, PASS)
-            mine = tl.load(order + at_v, mask=at_v < V, other=0.0)
-            weight = tl.load(source + at_v, mask=at_v < V, other=0.0)
-            at_key = rank_key(mine, at_v)
-            candidate = (at_key >= low) & (at_key < high) & (weight > 0.0)
-            chosen = tl.maximum(chosen, tl.where(candidate, at_key, LOWEST_KEY))
-        only = tl.max(chosen, axis=0)
+        # most other draws fall on the next few ranks
+        keys = best_of_tiles(order, bests, V, RANKED, TILE)
+        rank = tl.arange(0, RANKED)
+        weight = tl.load(source + key_id(keys), mask=keys != LOWEST_KEY, other=0.0)
+        falls = (tl.cumsum(weight, axis=0) > goal) & (weight > 0.0)
+        found = tl.min(tl.where(falls, rank, RANKED), axis=0)
+        only = tl.max(tl.where(rank == found, keys, LOWEST_KEY), axis=0)
+        if found == RANKED:
+            only = _search(order, source, V, goal, amount, highest, PASS)
         # nothing has weight where p is not a number; any id will do then
         terminal = tl.where(only == LOWEST_KEY, terminal, key_id(only))
     column = tl.arange(0, WIDTH)
@@ -188,7 +213,8 @@ def speculative_accept(
         return tokens, accepted
     chunks = triton.cdiv(V, _CHUNK)
     weights = torch.empty(B, V, dtype=torch.float32, device=device)
-    best_keys = torch.empty(B, chunks, dtype=torch.int64, device=device)
+    tiles = chunks * (_CHUNK // _TILE)
+    tile_keys = torch.empty(B, tiles, dtype=torch.int64, device=device)
     masses = torch.empty(B, chunks, 2, dtype=torch.float32, device=device)
     amounts = torch.empty(B, chunks, 2, dtype=torch.int32, device=device)
     p, proposals, live = p.contiguous(), proposals.contiguous(), live.contiguous()
@@ -203,7 +229,7 @@ def speculative_accept(
         frontiers,
         accepted,
         weights,
-        best_keys,
+        tile_keys,
         masses,
         amounts,
         V,
@@ -212,6 +238,7 @@ def speculative_accept(
         DRAFTS=triton.next_power_of_2(drafts) if drafts else 0,
         CANDIDATES=triton.next_power_of_2(max(k, 1)),
         CHUNK=_CHUNK,
+        TILE=_TILE,
         num_warps=8,
     )
     _draw_kernel[(B,)](
@@ -222,15 +249,19 @@ def speculative_accept(
         frontiers,
         accepted,
         weights,
-        best_keys,
+        tile_keys,
         masses,
         amounts,
         tokens,
         V,
         drafts,
         chunks,
+        tiles,
         WIDTH=triton.next_power_of_2(W),
         CHUNKS=triton.next_power_of_2(chunks),
+        TILES=max(triton.next_power_of_2(tiles), _RANKED),
+        TILE=_TILE,
+        RANKED=_RANKED,
         PASS=_PASS,
         num_warps=16,
     )

@@ -1,10 +1,11 @@
 """Triton form; see the contract.
 
 Three launches: steps 1 to 5 over chunks of the vocabulary, one program a column that finds what
-stays, and the division. Nothing is sorted. A logit and its id are one integer key (`rank_key`)
-whose order is the contract's, and a filter keeps the keys from some cut on: the cut is bisected
-over counts (top_k) or over masses (top_p), which only grow as the cut falls, sums being taken in
-one fixed order. Greedy columns need the largest key alone.
+stays, and the division. A logit and its id are one integer key (`rank_key`) whose order is the
+contract's, and a filter keeps the keys from some cut on. The 32 best logits lie in the 32 tiles
+whose own best are the largest; where they settle the filters, they alone are ranked. Else the cut
+is bisected over counts (top_k) or over masses (top_p), which only grow as the cut falls, sums being
+taken in one fixed order. Greedy columns need the largest key alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 4096
 _PASS = 8192
+_TILE = 64
+_RANKED = 32
 # differences of logits: beyond the first, exp is zero in FP32; the second is only a good guess
 _NO_WEIGHT = tl.constexpr(104.0)
 _NEAR = tl.constexpr(32.0)
@@ -53,7 +56,7 @@ def _process_kernel(
     logit_bias,
     stop_mask,
     p,
-    best_keys,
+    tile_keys,
     faults,
     V,
     public_vocab,
@@ -63,8 +66,9 @@ def _process_kernel(
     real_row,
     whole_row,
     CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Writes zeros, or what a sampled column's steps 1 to 5 leave, into p, and the largest key."""
+    """Writes zeros, or what a sampled column's steps 1 to 5 leave, into p; each tile's best key."""
     chunk, column = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     width, chunks = tl.num_programs(1), tl.num_programs(0)
@@ -96,9 +100,10 @@ def _process_kernel(
         if column < tl.load(min_tokens + row * whole_row) - tl.load(output_index + row):
             stops = tl.load(stop_mask + lane + at, mask=public, other=0) != 0
             z = tl.where(stops, float("-inf"), z)
-        best = tl.max(tl.where(public, rank_key(z, at), LOWEST_KEY), axis=0)
+        keys = tl.where(public, rank_key(z, at), LOWEST_KEY)
         line = (row * width + column) * chunks + chunk
-        tl.store(best_keys + line, best)
+        tile_at = tile_keys + line * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
+        tl.store(tile_at, tl.max(tl.reshape(keys, [CHUNK // TILE, TILE]), axis=1))
         tl.store(faults + line, fault)
         greedy = tl.load(temperatures + wish) <= 0.0
         tl.store(out, tl.where(public & (not greedy), z, 0.0), mask=at < V)
@@ -177,6 +182,53 @@ def _top_p_cut(z_at, public_vocab, cut, top_p, highest, temperature, PASS: tl.co
 
 
 @triton.jit
+def best_of_tiles(values, bests, size, RANKED: tl.constexpr, TILE: tl.constexpr):
+    """The RANKED largest keys of FP32 values [size], descending: in the tiles of largest bests."""
+    chosen = tl.topk(bests, RANKED)
+    first = tl.where(chosen == LOWEST_KEY, size, key_id(chosen) // TILE * TILE)
+    at = tl.reshape(first[:, None] + tl.arange(0, TILE)[None, :], [RANKED * TILE])
+    value = tl.load(values + at, mask=at < size, other=0.0)
+    return tl.topk(tl.where(at < size, rank_key(value, at), LOWEST_KEY), RANKED)
+
+
+@triton.jit
+def _ranked_cut(
+    z_at,
+    bests,
+    public_vocab,
+    top_k,
+    top_p,
+    min_p,
+    temperature,
+    RANKED: tl.constexpr,
+    TILE: tl.constexpr,
+    PASS: tl.constexpr,
+):
+    """Whether a short ranking settles the filters, and the cut and the mass if so.
+
+    top_k is at most RANKED, or public_vocab.
+    """
+    keys = best_of_tiles(z_at, bests, public_vocab, RANKED, TILE)
+    best = key_value(tl.max(keys, axis=0))
+    rank = tl.arange(0, RANKED)
+    limited = top_k < public_vocab
+    taken = (keys != LOWEST_KEY) & (rank < top_k)
+    weights = tl.where(taken, tl.exp((key_value(keys) - best) / temperature), 0.0)
+    whole = tl.sum(weights, axis=0)
+    if not limited:
+        lowest = tl.full([], LOWEST_KEY, tl.int64)
+        _, whole = _measure(z_at, public_vocab, lowest, 0.0, best, temperature, PASS)
+    short = taken & (tl.cumsum(weights, axis=0) < top_p * whole)
+    kept = tl.sum(short.to(tl.int32), axis=0) + 1
+    kept = tl.where(top_p < 1.0, kept, RANKED)
+    kept = tl.where(limited, tl.minimum(kept, top_k.to(tl.int32)), kept)
+    cut = tl.max(tl.where(rank == kept - 1, keys, LOWEST_KEY), axis=0)
+    mass = tl.sum(tl.where((rank < kept) & (weights >= min_p), weights, 0.0), axis=0)
+    settled = limited | (kept <= RANKED)
+    return settled.to(tl.int32), tl.where(settled, cut, LOWEST_KEY), mass
+
+
+@triton.jit
 def _cut_kernel(
     p,
     counts,
@@ -184,16 +236,20 @@ def _cut_kernel(
     top_ps,
     min_ps,
     top_ks,
-    best_keys,
+    tile_keys,
     faults,
     cuts,
     levels,
     V,
     public_vocab,
     chunks,
+    tiles,
     real_row,
     whole_row,
     CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKED: tl.constexpr,
     PASS: tl.constexpr,
 ):
     """Leaves what `_divide_kernel` needs: the cut, the largest logit and the mass that stays."""
@@ -207,8 +263,9 @@ def _cut_kernel(
         for other in range(count):
             at_fault = faults + (row * width + other) * chunks + at
             fault += tl.max(tl.load(at_fault, mask=at < chunks, other=0), axis=0)
-        keys = tl.load(best_keys + line * chunks + at, mask=at < chunks, other=LOWEST_KEY)
-        highest = tl.max(keys, axis=0)
+        at_t = tl.arange(0, TILES)
+        bests = tl.load(tile_keys + line * tiles + at_t, mask=at_t < tiles, other=LOWEST_KEY)
+        highest = tl.max(bests, axis=0)
         best = key_value(highest)
         temperature = tl.load(temperatures + row * real_row)
         z_at = p + line * V
@@ -219,12 +276,29 @@ def _cut_kernel(
             mass = tl.full([], 1.0, tl.float32)
         if (fault == 0) & (temperature > 0.0):
             top_k, top_p = tl.load(top_ks + row * whole_row), tl.load(top_ps + row * real_row)
-            if (top_k > 0) & (top_k < public_vocab):
-                cut = _top_k_cut(z_at, public_vocab, top_k, highest, temperature, PASS)
-            if top_p < 1.0:
-                cut = _top_p_cut(z_at, public_vocab, cut, top_p, highest, temperature, PASS)
             min_p = tl.load(min_ps + row * real_row)
-            _, mass = _measure(z_at, public_vocab, cut, min_p, best, temperature, PASS)
+            limited = (top_k > 0) & (top_k < public_vocab)
+            settled = tl.full([], 0, tl.int32)
+            if limited & (top_k > RANKED):
+                cut = _top_k_cut(z_at, public_vocab, top_k, highest, temperature, PASS)
+            elif limited | (top_p < 1.0):
+                # few stay as a rule, unless the mass lies beyond them
+                settled, cut, mass = _ranked_cut(
+                    z_at,
+                    bests,
+                    public_vocab,
+                    tl.where(limited, top_k, public_vocab),
+                    top_p,
+                    min_p,
+                    temperature,
+                    RANKED,
+                    TILE,
+                    PASS,
+                )
+            if (settled == 0) & (top_p < 1.0):
+                cut = _top_p_cut(z_at, public_vocab, cut, top_p, highest, temperature, PASS)
+            if settled == 0:
+                _, mass = _measure(z_at, public_vocab, cut, min_p, best, temperature, PASS)
         tl.store(cuts + line, cut)
         tl.store(levels + line * 2, best)
         tl.store(levels + line * 2 + 1, mass)
@@ -282,7 +356,8 @@ def target_distribution(
     if logits.stride(2) != 1:
         logits = logits.contiguous()
     chunks = triton.cdiv(V, _CHUNK)
-    best_keys = torch.empty(B, W, chunks, dtype=torch.int64, device=device)
+    tiles = chunks * (_CHUNK // _TILE)
+    tile_keys = torch.empty(B, W, tiles, dtype=torch.int64, device=device)
     faults = torch.empty(B, W, chunks, dtype=torch.int32, device=device)
     cuts = torch.empty(B, W, dtype=torch.int64, device=device)
     levels = torch.empty(B, W, 2, dtype=torch.float32, device=device)
@@ -311,7 +386,7 @@ def target_distribution(
         rows.logit_bias,
         rows.stop_mask,
         p,
-        best_keys,
+        tile_keys,
         faults,
         V,
         public_vocab,
@@ -321,6 +396,7 @@ def target_distribution(
         real_row,
         whole_row,
         CHUNK=_CHUNK,
+        TILE=_TILE,
         num_warps=8,
     )
     _cut_kernel[(W, B)](
@@ -330,16 +406,20 @@ def target_distribution(
         top_p,
         min_p,
         top_k,
-        best_keys,
+        tile_keys,
         faults,
         cuts,
         levels,
         V,
         public_vocab,
         chunks,
+        tiles,
         real_row,
         whole_row,
         CHUNKS=triton.next_power_of_2(chunks),
+        TILES=max(triton.next_power_of_2(tiles), _RANKED),
+        TILE=_TILE,
+        RANKED=_RANKED,
         PASS=_PASS,
         num_warps=16,
     )

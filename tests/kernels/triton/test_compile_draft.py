@@ -140,10 +140,10 @@ CASES = {
         typed(
             fp32="logits temperatures presences frequencies repetitions logit_bias p",
             int32="generated_counts faults",
-            int64="proposals counts min_tokens output_index lanes best_keys",
+            int64="proposals counts min_tokens output_index lanes tile_keys",
             flags="prompt_seen stop_mask",
         ),
-        {"CHUNK": 4096},
+        {"CHUNK": 4096, "TILE": 64},
         {"num_warps": 8},
     ),
     "distribution-cut": (
@@ -151,9 +151,9 @@ CASES = {
         typed(
             fp32="p temperatures top_ps min_ps levels",
             int32="faults",
-            int64="counts top_ks best_keys cuts",
+            int64="counts top_ks tile_keys cuts",
         ),
-        VOCABULARY,
+        VOCABULARY | {"TILES": 4096, "TILE": 64, "RANKED": 32},
         {"num_warps": 16},
     ),
     "distribution-divide": (
@@ -167,9 +167,9 @@ CASES = {
         typed(
             fp32="p candidate_probabilities weights masses",
             int32="amounts",
-            int64="proposals live candidate_ids seeds frontiers accepted best_keys",
+            int64="proposals live candidate_ids seeds frontiers accepted tile_keys",
         ),
-        {"DRAFTS": 8, "CANDIDATES": 16, "CHUNK": 4096},
+        {"DRAFTS": 8, "CANDIDATES": 16, "CHUNK": 4096, "TILE": 64},
         {"num_warps": 8},
     ),
     "accept-draw": (
@@ -177,9 +177,9 @@ CASES = {
         typed(
             fp32="p weights masses",
             int32="amounts",
-            int64="proposals live seeds frontiers accepted best_keys tokens",
+            int64="proposals live seeds frontiers accepted tile_keys tokens",
         ),
-        VOCABULARY | {"WIDTH": 8},
+        VOCABULARY | {"WIDTH": 8, "TILES": 4096, "TILE": 64, "RANKED": 32},
         {"num_warps": 16},
     ),
     "logprobs-chunk_keys": (

@@ -11,6 +11,9 @@ from kernels.speculative_accept.reference import speculative_accept as reference
 def small_chunks(monkeypatch):
     monkeypatch.setattr(kernel, "_CHUNK", 32)
     monkeypatch.setattr(kernel, "_PASS", 128)
+    # short rankings, so that some draws go beyond them
+    monkeypatch.setattr(kernel, "_TILE", 8)
+    monkeypatch.setattr(kernel, "_RANKED", 4)
 
 
 def case(random, B, K, k, *, V=70, support=None, seed=0):
