@@ -313,9 +313,10 @@ _SAMPLING_RANGES: Mapping[str, tuple[float, float, str]] = {
     "min_p": (0.0, 1.0, "in [0, 1]"),
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
     "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
-    "repetition_penalty": (0.0, math.inf, "finite, above 0"),
+    # beyond these a scaled logit may leave FP32
+    "repetition_penalty": (1e-3, 1e3, "in [0.001, 1000]"),
 }
-_ABOVE_ZERO = frozenset({"top_p", "repetition_penalty"})
+_ABOVE_ZERO = frozenset({"top_p"})
 
 
 def _sampling(wanted: SamplingFields, defaults: Sampling, public_vocab: int) -> Sampling:
@@ -383,6 +384,8 @@ def _message(index: int, turn: ChatTurn) -> dict[str, str]:
 def _tool(index: int, written: str) -> dict[str, Any]:
     try:
         tool = json.loads(written)
+        # an escaped lone surrogate has no UTF-8, and so no tokens
+        json.dumps(tool, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         tool = error
     if not isinstance(tool, dict):

@@ -219,7 +219,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "presence 9": ([IDS, "--presence-penalty=9"], "SAMPLING_INVALID: presence_penalty: expected"),
     "repetition 0": (
         [IDS, "--repetition-penalty=0"],
-        "SAMPLING_INVALID: repetition_penalty: expected finite, above 0, got 0.0",
+        "SAMPLING_INVALID: repetition_penalty: expected in [0.001, 1000], got 0.0",
     ),
     "stop of no length": (
         [IDS, "--stop="],

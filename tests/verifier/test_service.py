@@ -238,6 +238,10 @@ BAD = {
     "request_id_long": ({"token_ids": IDS, "request_id": "r" * 129}, "REQUEST_INVALID"),
     "role_unknown": ({"chat": chat("x", role="robot")}, "REQUEST_INVALID"),
     "tool_no_json": ({"chat": chat("x", tools_json=["{"])}, "REQUEST_INVALID"),
+    "tool_lone_surrogate": (
+        {"chat": chat("x", tools_json=['{"a": "\\ud800"}'])},
+        "REQUEST_INVALID",
+    ),
     "tool_no_object": ({"chat": chat("x", tools_json=["[1]"])}, "REQUEST_INVALID"),
     "template_refuses": ({"chat": chat("refuse")}, "TEMPLATE_FAILED"),
 }
@@ -611,6 +615,15 @@ def test_detokenize_refuses_a_text_beyond_the_message_limit(served, tokenizer):
         lambda: served.stub.Detokenize(pb.DetokenizeRequest(token_ids=[longest] * count))
     )
     assert (fault.reason, fault.code) == ("MESSAGE_TOO_LARGE", grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_detokenize_refuses_before_it_makes_the_text(served, monkeypatch):
+    longest = max(range(420), key=lambda i: len(served.text.decode([i]).encode()))
+    monkeypatch.setattr(served.text, "decode", lambda *_, **__: pytest.fail("text was made"))
+    fault = fault_of(
+        lambda: served.stub.Detokenize(pb.DetokenizeRequest(token_ids=[longest] * (7 << 20)))
+    )
+    assert fault.reason == "MESSAGE_TOO_LARGE"
 
 
 def test_model_info_describes_the_pair(served):

@@ -119,7 +119,7 @@ OUT_OF_RANGE = {
     "min_p": [-0.1, 1.1, NAN],
     "presence_penalty": [-2.1, 2.1, NAN, -INF],
     "frequency_penalty": [-2.1, 2.1, NAN, INF],
-    "repetition_penalty": [0.0, -1.0, NAN, INF],
+    "repetition_penalty": [0.0, -1.0, NAN, INF, 9e-4, 1001.0],
 }
 
 
