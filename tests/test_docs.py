@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import bench.ops
 import bench.rounds
 import drafter.__main__
 import models.shortlist
@@ -37,6 +38,7 @@ UNLISTED = re.compile(r"(^|/)(\..*|__init__\.py|__main__\.py|py\.typed)$")
 HELP: dict[str, Callable[[], object]] = {
     "drafter": lambda: drafter.__main__.parse(["--help"]),
     "verifier": lambda: verifier.options.parse(["--help"]),
+    "bench.ops": lambda: bench.ops.main(["--help"]),
     "bench.rounds": lambda: bench.rounds.main(["--help"]),
     "models.shortlist": lambda: models.shortlist.main(["--help"]),
     "models.train": lambda: models.train.parse(),
