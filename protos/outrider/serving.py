@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 import grpc
 
@@ -253,6 +254,21 @@ def add_reflection(server: grpc.Server | grpc.aio.Server, *services: str) -> Non
 # --- logs and progress
 
 
+class _StandardError:
+    """Standard error as it is when a line is written, for loggers that outlive a redirection.
+
+    A reader that went away costs lines; it must not end the thread that wrote them.
+    """
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+
 def configure_logs(level: str = "info") -> None:
     """structlog to stderr: coloured lines on a terminal, one JSON object a line otherwise."""
     import logging
@@ -278,7 +294,7 @@ def configure_logs(level: str = "info") -> None:
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())),
         cache_logger_on_first_use=True,
     )
 

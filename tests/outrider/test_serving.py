@@ -405,6 +405,28 @@ def test_logs_are_json_lines_on_standard_error_when_that_is_no_terminal():
     }
 
 
+def test_a_log_whose_reader_left_does_not_stop_the_writer():
+    code = (
+        "import os, sys; from outrider import serving; serving.configure_logs('info')\n"
+        "import structlog; log = structlog.get_logger(); log.info('heard')\n"
+        "sys.stdin.read(); log.info('unheard'); sys.stderr.close(); log.info('unheard')\n"
+        "print('still here')"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "heard" in child.stderr.readline()
+    child.stderr.close()
+    child.stdin.close()
+    assert child.stdout.read() == "still here\n"
+    assert child.wait(30) == 0
+    child.stdout.close()
+
+
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_a_logged_exception_shows_no_values_of_variables(on_terminal):
     done = run_python(
