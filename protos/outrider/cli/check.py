@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,13 @@ from outrider.cli import FAILED, USAGE, VerbError, require_serve_extra
 from outrider.cli.evidence import (
     CALL_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
-    OUTPUT_TOKENS,
     Outcome,
     Proposer,
     Reference,
     Samples,
     best,
     drafting,
+    output_tokens,
     same,
 )
 from outrider.cli.statistics import Law
@@ -136,11 +136,12 @@ def _check(options: argparse.Namespace) -> list[Outcome]:
                     prompts = _prompts(client, plan, options.greedy_tokens)
                     outcomes = _greedy(client, reference, prompts, options.greedy_tokens)
                     prompt = _undecided(reference, prompts)
+                    sampler = _Sampler(client, prompt, output_tokens(plan))
+                    outcomes.append(sampler.again(options.seed))
                     samples = [
-                        Samples(name, law, _draw(client, prompt, law, options, name), prompt)
+                        sampler.draw(name, law, options.samples, options.seed)
                         for name, law in LAWS.items()
                     ]
-                    outcomes.append(_again(client, prompt, options.seed))
             finally:
                 verifier.stop(0)
             _tell("comparing")
@@ -198,9 +199,9 @@ def _wait_for_drafter(client: Client) -> None:
         time.sleep(0.05)
 
 
-def _prompts(client: Client, plan: Plan, output_tokens: int) -> list[tuple[int, ...]]:
+def _prompts(client: Client, plan: Plan, greedy_tokens: int) -> list[tuple[int, ...]]:
     """A few prompts of different lengths that leave room for the output."""
-    room = plan.max_context - max(output_tokens, OUTPUT_TOKENS)
+    room = plan.max_context - max(greedy_tokens, output_tokens(plan))
     if room < 1:
         raise VerbError("--greedy-tokens: expected fewer than the context holds", USAGE)
     if (plan.options.target / "tokenizer.json").exists():
@@ -250,40 +251,42 @@ def _greedy(
     ]
 
 
-def _draw(
-    client: Client, prompt: tuple[int, ...], law: Law, options: argparse.Namespace, name: str
-) -> list[Completion]:
-    """Samples of one law, eight a call, every one with a seed of its own."""
-    completions: list[Completion] = []
-    for call in range(-(-options.samples // SAMPLES_A_CALL)):
-        _tell(f"sampling: {name}: {len(completions)} of {options.samples}", passing=True)
-        completions += _call(client, prompt, law, options.seed + call * 1_000_003, SAMPLES_A_CALL)
-    _tell(f"sampling: {name}: {len(completions)}")
-    return completions
+@dataclass(frozen=True)
+class _Sampler:
+    """Draws samples of one prompt, every one with a seed of its own."""
 
+    client: Client
+    prompt: tuple[int, ...]
+    max_tokens: int
 
-def _call(
-    client: Client, prompt: tuple[int, ...], law: Law, seed: int, count: int
-) -> list[Completion]:
-    return client.samples(
-        prompt_ids=prompt,
-        n=count,
-        seed=seed,
-        max_tokens=OUTPUT_TOKENS,
-        ignore_eos=True,
-        return_rounds=True,
-        timeout=CALL_TIMEOUT_S,
-        **asdict(law),
-    )
+    def draw(self, name: str, law: Law, count: int, seed: int) -> Samples:
+        """At least ``count`` samples of a law."""
+        completions: list[Completion] = []
+        while len(completions) < count:
+            _tell(f"sampling: {name}: {len(completions)} of {count}", passing=True)
+            completions += self._call(law, seed, SAMPLES_A_CALL)
+            seed += 1_000_003
+        _tell(f"sampling: {name}: {len(completions)}")
+        return Samples(name, law, completions, self.prompt)
 
+    def again(self, seed: int) -> Outcome:
+        """Whether a seed gives the same tokens again, and without its neighbours."""
+        first, second = (self._call(Law(), seed, SAMPLES_A_CALL) for _ in range(2))
+        (alone,) = self._call(Law(), seed, 1)
+        setting = f"{len(first)} samples"
+        return same("seeded, again and alone", setting, [*first, first[0]], [*second, alone])
 
-def _again(client: Client, prompt: tuple[int, ...], seed: int) -> Outcome:
-    """Whether a seed gives the same tokens again, and without its neighbours."""
-    first, second = (_call(client, prompt, Law(), seed, SAMPLES_A_CALL) for _ in range(2))
-    (alone,) = _call(client, prompt, Law(), seed, 1)
-    return same(
-        "seeded, again and alone", f"{len(first)} samples", [*first, first[0]], [*second, alone]
-    )
+    def _call(self, law: Law, seed: int, count: int) -> list[Completion]:
+        return self.client.samples(
+            prompt_ids=self.prompt,
+            n=count,
+            seed=seed,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            return_rounds=True,
+            timeout=CALL_TIMEOUT_S,
+            **asdict(law),
+        )
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:

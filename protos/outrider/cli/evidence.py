@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 SIGNIFICANCE = 1e-4
 # samples with the same beginning are compared when there are this many
 LEAST_GROUP = 40
-# the prompt's own token, then a round that proposes two: every kind of draw, and what follows it
-OUTPUT_TOKENS = 4
-LIVE_PROPOSALS = OUTPUT_TOKENS - 2
+# tokens of a sample that are compared
+COMPARED_TOKENS = 3
 # share of samples that bfloat16 may move across the edge of a filter
 BFLOAT16_STRAYS = 0.02
 # how far a log-probability may lie from the float32 target's, by numeric profile
@@ -47,6 +46,19 @@ class Outcome:
     expected: str
     observed: str
     passed: bool | None
+
+
+def first_live(plan: Plan) -> int:
+    """P of a sample's first round: two, so that every kind of draw occurs early.
+
+    A DFlash draft sees as many columns as it proposes, and is at home at K alone.
+    """
+    return plan.draft_tokens if plan.draft.format == "dflash" else min(2, plan.draft_tokens)
+
+
+def output_tokens(plan: Plan) -> int:
+    """Tokens of a sample: the prompt's own, P, and one that the target adds."""
+    return max(first_live(plan) + 2, COMPARED_TOKENS)
 
 
 class Reference:
@@ -145,7 +157,7 @@ class Proposer:
             on_event=lambda: None,
         )
         self._features = features.to(plan.dtype)
-        self.live = min(LIVE_PROPOSALS, plan.draft_tokens)  # P of the first round
+        self.live = first_live(plan)
 
     def __enter__(self) -> Self:
         self._link.start()
@@ -282,10 +294,11 @@ class Samples:
 
     def outcomes(self, reference: Reference, proposer: Proposer) -> list[Outcome]:
         """Lines for the first three tokens, and for the draws of the first round."""
-        ordinals = ("first", "second", "third")
         tokens = [
             self._fit(f"{ordinal} token", self._tokens(reference, length), reference)
-            for length, ordinal in enumerate(ordinals)
+            for length, ordinal in zip(
+                range(COMPARED_TOKENS), ("first", "second", "third"), strict=True
+            )
         ]
         return [*tokens, *self._first_round(reference, proposer), self._independent(proposer)]
 
