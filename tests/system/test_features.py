@@ -1,0 +1,50 @@
+"""What the drafter conditions on: the target's residuals of committed positions, each once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafter.model import DraftModel
+from tests.faults.doubles import Foretelling, plant
+from tests.system.conftest import greedy, prompt
+from tests.tiny_pair import TAPS
+from tests.tiny_target import load_oracle, run_oracle
+
+
+@pytest.mark.parametrize("chunk", [256, 16])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_the_drafter_gets_the_residuals_of_every_committed_position(
+    dense, serve, oracle, monkeypatch, kind, chunk
+):
+    ids, new_tokens = prompt(70), 40
+    continuation = greedy(oracle, ids, new_tokens)
+    # every number of accepted drafts, so that every number of rows is pending at some time
+    wrong = (3, 0, 7, 1, 2, 5, 4, 6)
+    plant(monkeypatch, Foretelling([*ids, *continuation], wrong))
+    materialize = DraftModel.materialize
+    arrived: dict[int, torch.Tensor] = {}
+
+    def collected(self, features, append):
+        for position, row in zip(append.positions[0].tolist(), torch.cat(features), strict=True):
+            assert position not in arrived, "a position came twice"
+            arrived[position] = row.clone()
+        materialize(self, features, append)
+
+    monkeypatch.setattr(DraftModel, "materialize", collected)
+    pair, client = serve(dense, kind, draft_tokens=7, prefill_chunk=chunk)
+    completion = client.generate(
+        prompt_ids=ids, max_tokens=new_tokens, temperature=0, ignore_eos=True, return_rounds=True
+    )
+    assert list(completion.token_ids) == continuation
+    assert len({r.committed for r in completion.rounds}) >= 6
+    pair.expect_idle()
+    # of local layers alone, S rows before the prompt's end; with a full layer, all
+    first = 70 - 16 if kind == "dflash2" else 0
+    last = completion.rounds[-1].frontier
+    assert sorted(arrived) == list(range(first, last))
+    # in FP64: of an FP32 oracle's error alone, half of the tolerance would be gone
+    exact = load_oracle(dense / "target").double()
+    expected = run_oracle(exact, torch.tensor([*ids, *continuation])).features(TAPS)
+    rows = torch.stack([arrived[position] for position in range(first, last)])
+    torch.testing.assert_close(rows.double(), expected[first:last], atol=5e-5, rtol=0)
