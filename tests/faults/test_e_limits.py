@@ -73,7 +73,8 @@ def test_a_request_beyond_the_drafters_256_positions_goes_on_plainly(dense, serv
     plain = [r.frontier for r in completion.rounds if not r.proposed]
     assert max(drafted) + 8 <= 256
     assert min(plain) + 8 > 256
-    assert len(plain) == completion.usage.plain_rounds > 40
+    # the last round has room for no proposal in any case
+    assert len(plain) - 1 == completion.usage.plain_rounds > 40
     assert pair.verifier.engine.status().counters["drafter_sequences_out_of_range"] == 1
     # the next one drafts
     again = client.generate(prompt_ids=prompt(20), max_tokens=20, temperature=0, ignore_eos=True)
