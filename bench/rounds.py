@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafts", nargs="+", default=["dflash2", "dflash"])
     parser.add_argument("--draft-tokens", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=65, help="the first comes from prefill")
+    parser.add_argument("--new-tokens", type=int, default=160, help="the first comes from prefill")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
