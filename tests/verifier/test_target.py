@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -457,40 +456,3 @@ def test_the_bfloat16_profile_is_no_further_from_float32_than_transformers(
         assert forward.features.dtype == torch.bfloat16
         ours.append(forward.logits[0])
     assert (torch.cat(ours) - expected).norm() <= (theirs - expected).norm()
-
-
-def test_a_plain_step_is_faster_than_transformers_cached_step(tmp_path: Path):
-    text = {
-        "vocab_size": 4160,
-        "hidden_size": 256,
-        "num_hidden_layers": 8,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "intermediate_size": 768,
-        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": [3, 3, 2]},
-    }
-    save_target(tmp_path, Variant("bundled-size", text=tuple(text.items())))
-    oracle, target = load_oracle(tmp_path), load_target(tmp_path, taps=(1, 4, 7), lanes=1)
-    prompt = draw(96, seed=1)
-    residency = acquire(target)
-    target.prefill(residency, prompt, 0, want_logits=True)
-    ours: list[float] = []
-    theirs: list[float] = []
-    with torch.inference_mode():
-        cache = oracle(prompt[None], use_cache=True).past_key_values
-        anchor = torch.zeros(1, 1, dtype=torch.int64)
-        # in turns, and the quickest of each: others may share the machine
-        for step in range(40):
-            started = time.process_time()
-            forward = target.verify(
-                [residency], anchor, torch.tensor([96 + step]), torch.tensor([1])
-            )
-            target.commit([residency], forward, torch.tensor([1]))
-            ours.append(time.process_time() - started)
-            started = time.process_time()
-            oracle(anchor, past_key_values=cache, use_cache=True)
-            theirs.append(time.process_time() - started)
-    assert min(ours) < min(theirs)
