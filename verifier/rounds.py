@@ -120,7 +120,7 @@ class Rounds:
         """Processes one chunk of the prompt; after the last one, publishes the first token."""
         started = time.monotonic_ns()
         first = sequence.frontier
-        end = min(sequence.prompt_end, (first // self.chunk + 1) * self.chunk)
+        end = self.chunk_end(sequence)
         if sequence.context is not None:
             self.link.ensure_open(sequence.context, first, sequence.prompt_end)
         forward = self.target.prefill(
@@ -136,6 +136,10 @@ class Rounds:
         if end == sequence.prompt_end:
             licensed = self.accept(PrefilledPrompt(sequence, forward))
             self.publish(self.commit(self.preview(licensed)))
+
+    def chunk_end(self, sequence: Sequence) -> int:
+        """Where the next prefill chunk ends: a multiple of the chunk, or the prompt's end."""
+        return min(sequence.prompt_end, (sequence.frontier // self.chunk + 1) * self.chunk)
 
     # ---- a round ------------------------------------------------------------------------------
 

@@ -195,7 +195,10 @@ class Engine:
         return prefilled or bool(ready)
 
     def _prefill(self) -> bool:
-        """At most one chunk's worth of prompt tokens; False when no prompt waits for any."""
+        """At most one chunk's worth of prompt tokens; False when no prompt waits for any.
+
+        Several short prompts may share it, so that a burst of them is not admitted one a round.
+        """
         budget = self._rounds.chunk
         while budget > 0:
             prefilling = next(
@@ -203,12 +206,14 @@ class Engine:
             )
             if prefilling is None:
                 break
-            first = prefilling.frontier
+            size = self._rounds.chunk_end(prefilling) - prefilling.frontier
+            if size > budget:
+                break
             # to the back of the line: prompts take turns, chunk by chunk
             self._resident.remove(prefilling)
             self._resident.append(prefilling)
             self._run([prefilling], "prefill")
-            budget -= max(1, prefilling.frontier - first)
+            budget -= size
         return budget < self._rounds.chunk
 
     def _drafts(self, sequence: Sequence) -> bool:
