@@ -30,7 +30,6 @@ SERVE_MODULES = (
     "grpc_health",
     "grpc_reflection",
     "structlog",
-    "prometheus_client",
     "rich",
 )
 
