@@ -31,15 +31,13 @@ def served(*flags: str) -> Iterator[str]:
         server.wait(timeout=60)
 
 
-def describe(commit_only: bool = False) -> str:
+def describe() -> str:
     """Commit, torch and device of a figure."""
+    import torch
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    if commit_only:
-        return commit
-    import torch
-
     return f"commit {commit or 'unknown'}, torch {torch.__version__}, {os.cpu_count()} CPUs"
 
 
