@@ -33,11 +33,11 @@ class Replays:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Makes the stream current in this thread; everything of the engine is launched under it."""
+        """Makes the stream current in this thread: whatever an engine launches, it launches here."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
