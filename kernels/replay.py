@@ -37,7 +37,7 @@ class Replays:
             self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Makes the stream current in this thread: whatever an engine launches, it launches here."""
+        """Makes the stream current in this thread; an engine launches everything under it."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
