@@ -21,6 +21,7 @@ from drafter.service import DraftService, Engine
 from drafter.weights import load_weights
 from outrider import pair, serving
 from outrider.checkpoint import Checkpoint, bundled
+from outrider.random_weights import open_checkpoint
 
 log = structlog.get_logger("outrider.drafter")
 
@@ -76,7 +77,10 @@ def start(options: DrafterOptions) -> Running:
     """
     target_folder = options.target or bundled("target")
     draft_folder = options.draft or bundled("dflash2")
-    with Checkpoint(target_folder) as target, Checkpoint(draft_folder) as draft:
+    with (
+        open_checkpoint(target_folder, options.load_format) as target,
+        open_checkpoint(draft_folder, options.load_format) as draft,
+    ):
         config = DraftConfig.read(options, target, draft)
         server = grpc.server(
             futures.ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="draft-call"),
@@ -105,7 +109,10 @@ def start(options: DrafterOptions) -> Running:
         device=str(config.device),
         dtype=config.dtype,
         layer_causal=list(config.draft.layer_causal),
+        load_format=options.load_format,
     )
+    if options.load_format == "random":
+        log.warning("random_weights", effect="proposals are noise; for benchmarks only")
     return Running(address, server, service, health)
 
 
@@ -138,6 +145,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
         draft=Path(flags.draft) if flags.draft else None,
         listen=flags.listen,
         device=device,
+        load_format=flags.load_format,
         dtype=flags.dtype or ("float32" if device == "cpu" else "bfloat16"),
         draft_tokens=flags.draft_tokens,
         max_concurrency=flags.max_concurrency,

@@ -29,6 +29,7 @@ class DrafterOptions:
     listen: str = "127.0.0.1:0"  # port 0 takes a free one
     device: str = "cpu"
     dtype: str = "float32"  # numeric profile: "float32" or "bfloat16"
+    load_format: str = "auto"  # or "random": weights are drawn and proposals are noise
     draft_tokens: int | None = None  # K; None takes what the draft was trained with
     max_concurrency: int = 4  # sequences at once, over all streams
     max_context: int | None = None  # positions of one sequence; None takes what the pair allows

@@ -89,7 +89,7 @@ class DraftWeights:
 
 
 class _Reader:
-    """Reads the draft's tensors under the names its file uses, onto the device."""
+    """Copies the draft's tensors, under the names its file uses, to their place on the device."""
 
     def __init__(self, config: DraftConfig, draft: Checkpoint, progress: Progress) -> None:
         self._draft = draft
@@ -119,18 +119,29 @@ class _Reader:
 
     def tensor(self, *names: str) -> Tensor:
         """Tensors of the activation type, joined along dimension 0."""
-        pieces = [self._read(name).to(self._device, self._dtype) for name in names]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        shapes = [self._shapes[self._stored(name)] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        joined = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        self.into(joined, *names)
+        return joined
+
+    def into(self, destination: Tensor, *names: str) -> None:
+        """Fills a tensor of the activation type, one name after another along dimension 0."""
+        rows = [self._shapes[self._stored(name)][0] for name in names]
+        for part, name in zip(torch.split(destination, rows), names, strict=True):
+            self._copy(part, name)
 
     def gain(self, name: str) -> Tensor:
         """A norm's gain, FP32."""
-        return self._read(name).to(self._device, torch.float32)
+        shape = self._shapes[self._stored(name)]
+        gain = torch.empty(shape, dtype=torch.float32, device=self._device)
+        self._copy(gain, name)
+        return gain
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self._draft.tensor(self._stored(name))
-        self._done += self._bytes(tuple(tensor.shape))
+    def _copy(self, destination: Tensor, name: str) -> None:
+        self._draft.copy_into(destination, self._stored(name))
+        self._done += self._bytes(tuple(destination.shape))
         self._progress(self._done, self._total)
-        return tensor
 
 
 def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -205,8 +216,8 @@ def load_weights(
     local, local_layers = _group(config, read, SLIDING)
     full, full_layers = _group(config, read, FULL)
     layers = local_layers | full_layers
-    embedding = _on_device(config, target.tensor(facts.embedding_name))
-    head = embedding if facts.tied else _on_device(config, target.tensor(facts.head_name))
+    embedding = _on_device(config, target, facts.embedding_name)
+    head = embedding if facts.tied else _on_device(config, target, facts.head_name)
     return DraftWeights(
         embedding=embedding,
         feature=read.tensor("fc.weight"),
@@ -261,8 +272,11 @@ def _head(config: DraftConfig, head: Tensor, shortlist: Tensor | None) -> HeadWe
     return HeadWeights(head[token_ids], token_ids)
 
 
-def _on_device(config: DraftConfig, tensor: Tensor) -> Tensor:
-    return tensor.to(config.device, config.profile.activation)
+def _on_device(config: DraftConfig, checkpoint: Checkpoint, name: str) -> Tensor:
+    shape, dtype = checkpoint.shape(name), config.profile.activation
+    tensor = torch.empty(shape, dtype=dtype, device=config.device)
+    checkpoint.copy_into(tensor, name)
+    return tensor
 
 
 def _group(
@@ -281,7 +295,7 @@ def _group(
     layers = {}
     for place, index in enumerate(indexes):
         attention = f"layers.{index}.self_attn"
-        stacked[place] = read.tensor(*(f"{attention}.{side}_proj.weight" for side in "qkv"))
+        read.into(stacked[place], *(f"{attention}.{side}_proj.weight" for side in "qkv"))
         key_norms[place] = read.gain(f"{attention}.k_norm.weight")
         layers[index] = _layer(read, index, stacked[place], key_norms[place])
     first_key_row = draft.head_count * draft.head_dim

@@ -172,6 +172,7 @@ def served(
     max_context: int = 512,
     drafter_context: int | None = None,
     dtype: str = "float32",
+    load_format: str = "auto",
     **verifier_options: Any,
 ) -> Iterator[Pair]:
     """Starts drafter and verifier over loopback gRPC and stops them at the end."""
@@ -184,6 +185,7 @@ def served(
             max_concurrency=max_concurrency,
             max_context=drafter_context or max_context,
             dtype=dtype,
+            load_format=load_format,
         )
     )
     try:
@@ -197,6 +199,7 @@ def served(
                 max_concurrency=max_concurrency,
                 max_context=max_context,
                 dtype=dtype,
+                load_format=load_format,
                 **verifier_options,
             )
         )

@@ -16,6 +16,7 @@ import outrider
 from outrider import pair, serving
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
+from outrider.random_weights import open_checkpoint
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import SamplingTables
 from verifier.config import TargetConfig
@@ -115,10 +116,10 @@ def start(options: VerifierOptions) -> Running:
         OptionError: An option out of range, or a plan that does not fit.
         AddressError: The address is taken.
     """
-    with Checkpoint(options.target) as checkpoint:
+    with open_checkpoint(options.target, options.load_format) as checkpoint:
         target = TargetFacts.read(checkpoint)
         config = TargetConfig.read(target)
-        with Checkpoint(options.draft) as draft_checkpoint:
+        with open_checkpoint(options.draft, options.load_format) as draft_checkpoint:
             draft = DraftFacts.load(
                 draft_checkpoint, target, causal_local_layers=options.causal_local_layers
             )
@@ -131,6 +132,8 @@ def start(options: VerifierOptions) -> Running:
             raise
     running.open(engine, backend)
     log.info("verifier_ready", address=running.address, **plan.summary())
+    if options.load_format == "random":
+        log.warning("random_weights", effect="the output is noise; for benchmarks only")
     return running
 
 
@@ -239,7 +242,11 @@ class Plan:
             text,
             self.model_facts(),
             ServerFacts(
-                options.max_concurrency, options.max_queue, str(options.device), options.dtype
+                options.max_concurrency,
+                options.max_queue,
+                str(options.device),
+                options.dtype,
+                options.load_format,
             ),
             generation_config=checkpoint.generation_config if options.model_defaults else None,
         )
@@ -294,6 +301,7 @@ class Plan:
         return {
             "device": str(self.options.device),
             "dtype": self.options.dtype,
+            "load_format": self.options.load_format,
             "draft_format": self.draft.format,
             "draft_tokens": self.draft_tokens,
             "max_concurrency": self.options.max_concurrency,

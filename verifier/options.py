@@ -38,6 +38,7 @@ class VerifierOptions:
     listen: str = serving.VERIFIER_LISTEN
     device: torch.device = CPU
     dtype: str = "float32"  # numeric profile
+    load_format: str = "auto"  # or "random": weights are drawn and the output is noise
     draft_tokens: int | None = None  # K; None takes the draft's block_size - 1
     max_concurrency: int = 4  # B
     max_context: int | None = None
@@ -82,6 +83,7 @@ class VerifierOptions:
             drafter=arguments.drafter,
             listen=arguments.listen,
             device=device,
+            load_format=arguments.load_format,
             dtype=arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
             draft_tokens=arguments.draft_tokens,
             max_concurrency=arguments.max_concurrency,

@@ -89,6 +89,7 @@ class ServerFacts:
     max_queue: int
     device: str
     dtype: str
+    load_format: str = "auto"  # or "random": weights are drawn and the output is noise
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_prompt_bytes=backend.limits.max_prompt_bytes,
             device=server.device,
             dtype=server.dtype,
+            load_format=server.load_format,
             drafter_state=_DRAFTER_STATES[status.drafter_state],
             drafter_address=status.drafter_address,
             drafter_detail=status.drafter_detail,

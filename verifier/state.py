@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from kernels.gdn_verify import GdnRecord
 from torch import Tensor
 
+from kernels.gdn_verify import GdnRecord
 from verifier.config import CONV_TAPS, TargetConfig
 
 

@@ -131,7 +131,7 @@ def tensor_shapes(facts: TargetFacts, config: TargetConfig) -> dict[str, tuple[i
         f"{prefix}norm.weight": (hidden,),
         facts.head_name: (vocab, hidden),
     }
-    names = facts.checkpoint.names
+    checkpoint = facts.checkpoint
     for block, kind in enumerate(config.layer_types):
         at = f"{prefix}layers.{block}."
         shapes[f"{at}input_layernorm.weight"] = (hidden,)
@@ -140,7 +140,8 @@ def tensor_shapes(facts: TargetFacts, config: TargetConfig) -> dict[str, tuple[i
         if config.mixture is None:
             feed_forward = _swiglu_shapes("mlp.", config.intermediate_size or 0, hidden)
         else:
-            fused = f"{at}mlp.experts.gate_up_proj" in names
+            # as releases store experts, and so as they are drawn
+            fused = checkpoint.is_random or f"{at}mlp.experts.gate_up_proj" in checkpoint.names
             feed_forward = _mixture_shapes(config.mixture, hidden, fused=fused)
         shapes |= {f"{at}{name}": shape for name, shape in (mixer | feed_forward).items()}
     return shapes
@@ -239,7 +240,7 @@ class _Reader:
 
     def into(self, destination: Tensor, name: str) -> None:
         """Copies a tensor over `destination`, which has as many elements."""
-        destination.copy_(self._checkpoint.tensor(name).view(destination.shape))
+        self._checkpoint.copy_into(destination, name)
         self._read_count += 1
         if self._progress is not None:
             self._progress(self._read_count, len(self._shapes))

@@ -175,6 +175,8 @@ class Checkpoint:
         CheckpointError: no such folder, no config.json, or JSON that is not an object.
     """
 
+    is_random = False  # whether the tensors are drawn instead of read
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -254,6 +256,14 @@ class Checkpoint:
     def rows(self, name: str, first: int, end: int) -> torch.Tensor:
         """Rows [first, end) of dimension 0, as stored, on the CPU."""
         return self._file(name).rows(name, first, end)
+
+    def copy_into(self, destination: torch.Tensor, name: str) -> None:
+        """Copies a tensor over `destination`, which has as many elements, in the same order.
+
+        Of host memory it needs no more than the file's mapping, of the device none beside
+        `destination`, or as much again where that is not contiguous.
+        """
+        destination.copy_(self.tensor(name).view(destination.shape))
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], *, unused: Iterable[str] = ()) -> None:
         """Checks that the folder holds exactly these float tensors.

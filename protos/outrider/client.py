@@ -227,6 +227,7 @@ class ServerInfo:
     queued_requests: int
     counters: Mapping[str, int]
     uptime_seconds: float
+    load_format: str = "auto"  # "random": the weights are drawn and the output is noise
 
 
 # --- what goes out

@@ -488,6 +488,13 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft", metavar="DIR", help="folder of the draft (default: the bundled DFlash2 one)"
     )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "random"),
+        default="auto",
+        help="auto reads weights; random draws them, for benchmarks: only config.json is needed, "
+        "and the output is noise (default: %(default)s)",
+    )
     group.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: cuda if any)")
     group.add_argument(
         "--dtype",

@@ -38,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
         print(heading)
         for name, value in facts.items():
             print(f"  {name:<20} {_shown(value)}")
+    if described["server"]["load_format"] == "random":
+        print("the weights are drawn, not read: the output is noise, and only its speed is real")
     return 0
 
 

@@ -274,7 +274,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "protocol_revision", "max_concurrency", "max_queue", "max_message_bytes", "max_prompt_bytes", "device", "dtype", "drafter_state", "drafter_address", "drafter_detail", "resident_requests", "queued_requests", "counters", "uptime_seconds")
+    __slots__ = ("version", "protocol_revision", "max_concurrency", "max_queue", "max_message_bytes", "max_prompt_bytes", "device", "dtype", "drafter_state", "drafter_address", "drafter_detail", "resident_requests", "queued_requests", "counters", "uptime_seconds", "load_format")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +297,7 @@ class GetServerInfoResponse(_message.Message):
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FORMAT_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol_revision: int
     max_concurrency: int
@@ -312,7 +313,8 @@ class GetServerInfoResponse(_message.Message):
     queued_requests: int
     counters: _containers.ScalarMap[str, int]
     uptime_seconds: float
-    def __init__(self, version: _Optional[str] = ..., protocol_revision: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., drafter_state: _Optional[_Union[DrafterState, str]] = ..., drafter_address: _Optional[str] = ..., drafter_detail: _Optional[str] = ..., resident_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+    load_format: str
+    def __init__(self, version: _Optional[str] = ..., protocol_revision: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., drafter_state: _Optional[_Union[DrafterState, str]] = ..., drafter_address: _Optional[str] = ..., drafter_detail: _Optional[str] = ..., resident_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., uptime_seconds: _Optional[float] = ..., load_format: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

@@ -1,0 +1,134 @@
+"""A shrunken geometry without weights, served by both services."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+import models
+from outrider.cli import info
+from outrider.client import Client, ClientError
+from tests.tiny_pair import served
+from verifier.__main__ import start
+from verifier.options import VerifierOptions
+
+GEOMETRY = Path(models.__file__).parent / "geometry"
+# enough to keep every kind of layer, and the 3 V heads a K head of the 27B target
+SMALL_TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "intermediate_size": 96,
+    "eos_token_id": 7,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+SMALL_ROPE = {"mrope_section": [2, 1, 1]}
+SMALL_DRAFT = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_target_layers": 4,
+    "layer_types": ["sliding_attention"] * 2,
+    "sliding_window": 16,
+}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def shrunken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 27B pair with every extent made small: folders with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("shrunken")
+    target = json.loads((GEOMETRY / "qwen3.5-27b" / "config.json").read_text())
+    target["text_config"] |= SMALL_TEXT
+    target["text_config"]["rope_parameters"] |= SMALL_ROPE
+    draft = json.loads((GEOMETRY / "qwen3.5-27b-dflash2" / "config.json").read_text())
+    draft |= SMALL_DRAFT
+    draft["dflash_config"] |= {
+        "mask_token_id": 159,
+        "target_layer_ids": [0, 2, 3],
+        "selector_rank": 8,
+    }
+    for name, config in (("target", target), ("dflash2", draft)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def serve(folder: Path, **options: object):
+    return served(folder / "target", folder / "dflash2", load_format="random", **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_greedy_request_is_drafted_for_and_comes_out_alike_every_time(shrunken: Path, dtype):
+    outputs = []
+    for _ in range(2):
+        with serve(shrunken, dtype=dtype) as pair, Client(pair.address) as client:
+            # both drew the same: the handshake compared embedding and head
+            assert client.server_info().drafter_state == "connected"
+            done = client.generate(prompt_ids=PROMPT, max_tokens=40, temperature=0, ignore_eos=True)
+            assert done.usage.proposed > 0
+            outputs.append(done.token_ids)
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0])) > 5  # finite and moving, not one token over and over
+
+
+def test_what_needs_a_tokenizer_is_refused_and_the_rest_goes_on(shrunken: Path):
+    with serve(shrunken) as pair, Client(pair.address) as client:
+        with pytest.raises(
+            ClientError, match="expected token ids, the checkpoint has no tokenizer"
+        ):
+            client.generate("text", max_tokens=2)
+        with pytest.raises(ClientError, match="no chat template"):
+            client.generate(messages=[{"role": "user", "content": "hello"}], max_tokens=2)
+        with pytest.raises(ClientError, match="stop: expected none, the checkpoint has no tok"):
+            client.generate(prompt_ids=PROMPT, stop=["x"], max_tokens=2)
+        done = client.generate(prompt_ids=PROMPT, max_tokens=2, ignore_eos=True)
+        assert (len(done.token_ids), done.text) == (2, "")
+
+
+def test_a_server_of_drawn_weights_says_so(shrunken: Path):
+    with serve(shrunken) as pair:
+        with Client(pair.address) as client:
+            assert client.server_info().load_format == "random"
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert info.run(Namespace(address=pair.address, json=False)) == 0
+    assert "the output is noise" in printed.getvalue()
+
+
+def test_drawn_and_read_weights_do_not_pair(dense: Path):
+    with served(dense / "target", dense / "dflash2") as pair:
+        options = VerifierOptions(
+            target=dense / "target",
+            draft=dense / "dflash2",
+            drafter=pair.drafter.address,
+            listen="127.0.0.1:0",
+            max_context=512,
+            load_format="random",
+        )
+        verifier = start(options)
+        try:
+            with Client(verifier.address) as client:
+                done = client.generate(prompt_ids=PROMPT, max_tokens=4, ignore_eos=True)
+                assert done.usage.proposed == 0
+                server = client.server_info()
+                assert server.drafter_state == "refused"
+                assert "embedding_digest" in server.drafter_detail
+        finally:
+            verifier.stop(0)
