@@ -13,12 +13,14 @@ import structlog
 import torch
 
 import outrider
+from kernels.replay import Replays
 from outrider import pair, serving
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
 from outrider.random_weights import open_checkpoint
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import SamplingTables
+from verifier.blocks import Blocks, rounded_up
 from verifier.config import TargetConfig
 from verifier.drafter_link import DrafterLink
 from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
@@ -157,6 +159,9 @@ class Plan:
         self.dtype = PROFILES[options.dtype]
         self.draft_tokens = draft.draft_tokens(options.draft_tokens)
         self.width = self.draft_tokens + 1
+        lanes = options.max_concurrency
+        # graphs are captured for a few numbers of rows; dead ones fill them up
+        self.block_rows = rounded_up(lanes) if options.device.type == "cuda" else lanes
         longest = min(config.max_position, DEFAULT_CONTEXT[options.device.type])
         self.max_context = longest if options.max_context is None else options.max_context
         if not self.width <= self.max_context <= config.max_position:
@@ -180,6 +185,7 @@ class Plan:
                 max_context=self.max_context,
                 width=self.width,
                 dtype=self.dtype,
+                block_rows=self.block_rows,
             ),
         ]
         needed = sum(size for _, size in self.sizes)
@@ -206,6 +212,7 @@ class Plan:
             width=self.width,
             dtype=self.dtype,
             device=options.device,
+            block_rows=self.block_rows,
         )
         tables = SamplingTables(
             options.max_concurrency, config.vocab_size, config.public_vocab, options.device
@@ -221,9 +228,19 @@ class Plan:
             backlog_rows=self.backlog_rows(),
             on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
         )
-        rounds = Rounds(
+        blocks = Blocks(
             Target(config, weights, state, self.draft.target_layer_ids),
             tables,
+            Replays(options.device),
+            lanes=options.max_concurrency,
+            width=self.width,
+            support=max(1, self.draft.selector_top_k),
+            chunk=options.prefill_chunk,
+        )
+        self.sizes += [("sampling tables", tables.byte_count()), *blocks.plan()]
+        self.captured = (blocks.replays.graph_count, round(blocks.capture_seconds, 1))
+        rounds = Rounds(
+            blocks,
             link,
             draft_tokens=self.draft_tokens,
             max_context=self.max_context,
@@ -269,8 +286,8 @@ class Plan:
         """Unsent feature rows that one sequence may hold: its share of the backlog memory."""
         least = max(self.draft.window, self.width)
         if self.options.feature_backlog_mib is None:
-            # a chunk's rows arrive at once, behind those that were too few for a Features message
-            return max(least, self.options.prefill_chunk + self.width)
+            # a prompt's last two chunks arrive at once, behind rows too few for a Features message
+            return max(least, 2 * self.options.prefill_chunk + self.width)
         share = (self.options.feature_backlog_mib << 20) // self.options.max_concurrency
         rows = share // self.row_bytes
         if rows < least:
@@ -306,6 +323,8 @@ class Plan:
             "draft_tokens": self.draft_tokens,
             "max_concurrency": self.options.max_concurrency,
             "max_context": self.max_context,
+            "graphs": self.captured[0],
+            "capture_seconds": self.captured[1],
             "mib": {what: round(size / 2**20, 1) for what, size in self.sizes},
         }
 

@@ -1,18 +1,16 @@
-"""Turns verify rows into licensed tokens: the processed target law, acceptance, logprobs.
+"""What acceptance reads and reports: the sampling tables, licensed tokens, logprobs.
 
-Owns the sampling tables, one row a lane: what a request asked for and what it has generated so
-far. They live on the device; a batch row reads its lane's row by index.
+The tables hold one row a lane: what a request asked for and what it has generated so far. They
+live on the device; a batch row reads its lane's row by index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 
-from kernels.speculative_accept import speculative_accept
-from kernels.target_distribution import SamplingRows, target_distribution
+from kernels.target_distribution import SamplingRows
 from kernels.token_logprobs import token_logprobs
 from verifier.request import Request, TokenLogprobs
 
@@ -83,11 +81,18 @@ class SamplingTables:
             True
         )
 
-    def count(self, lane: int, token_ids: Rows[int]) -> None:
-        """Adds published tokens to the lane's generated counts."""
-        ids = torch.tensor(token_ids, device=self.device)
-        ones = torch.ones(len(token_ids), dtype=torch.int32, device=self.device)
-        self._generated_counts[lane].index_add_(0, ids, ones)
+    def count(self, lanes: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor) -> None:
+        """Adds published tokens to the generated counts of their lanes.
+
+        Args:
+            lanes: [B] int64.
+            tokens: [B, W] int64, y.
+            kept: [B] int64, N: how many of each row's tokens are published.
+        """
+        counted = torch.arange(tokens.shape[1], device=self.device) < kept.unsqueeze(1)
+        vocab = self._generated_counts.shape[1]
+        cells = torch.where(counted, lanes.unsqueeze(1) * vocab + tokens, 0)
+        self._generated_counts.view(-1).scatter_add_(0, cells.flatten(), counted.flatten().int())
 
     def rows(self, lanes: torch.Tensor, output_index: torch.Tensor) -> SamplingRows:
         """The batch's view: ``lanes`` and ``output_index`` (tokens generated so far) are [B]."""
@@ -110,59 +115,14 @@ class SamplingTables:
             stop_mask=self._stop_mask,
         )
 
-    def accept(
-        self,
-        logits: torch.Tensor,
-        lanes: torch.Tensor,
-        frontiers: torch.Tensor,
-        output_index: torch.Tensor,
-        proposals: torch.Tensor,
-        live: torch.Tensor,
-        candidate_ids: torch.Tensor,
-        probabilities: torch.Tensor,
-        logprobs: Rows[int | None],
-    ) -> list[LicensedRow]:
-        """Licenses y for every row of a verified block.
+    def seeds(self, lanes: torch.Tensor) -> torch.Tensor:
+        """[B] int64 bit patterns of the rows' seeds."""
+        return self._seeds[lanes]
 
-        Args:
-            logits: [B, W, V] FP32 from the target; row b's columns 0..P_b are live.
-            lanes: [B] int64.
-            frontiers: [B] int64, F.
-            output_index: [B] int64, tokens generated before column 0.
-            proposals: [B, K] int64, d_1..d_K; beyond P ignored. K = W - 1.
-            live: [B] int64, P.
-            candidate_ids: [B, K, k] int64, support of q.
-            probabilities: [B, K, k] FP32, q as drawn from.
-            logprobs: For each row, how many alternatives it wants; None for no logprobs.
-        """
-        p = target_distribution(
-            logits,
-            proposals,
-            live + 1,
-            self.rows(lanes, output_index),
-            public_vocab=self.public_vocab,
-        )
-        tokens, accepted = speculative_accept(
-            p, proposals, live, candidate_ids, probabilities, self._seeds[lanes], frontiers
-        )
-        # the round's one read-back: tokens, A, and whether p was finite at all
-        finite = p[:, 0, 0].isfinite()  # NaN in one live column is NaN in all of the row's
-        egress = torch.cat([accepted[:, None], finite.long()[:, None], tokens], dim=1).tolist()
-        licensed = []
-        for row, (count, is_finite, *row_tokens) in enumerate(egress):
-            token_ids = tuple(row_tokens[: count + 1]) if is_finite else ()
-            wanted = logprobs[row]
-            reported = (
-                self._logprobs(logits[row], token_ids, wanted)
-                if wanted is not None and token_ids
-                else ()
-            )
-            licensed.append(LicensedRow(token_ids, count, reported, bool(is_finite)))
-        return licensed
-
-    def _logprobs(
+    def logprobs(
         self, logits: torch.Tensor, token_ids: tuple[int, ...], top: int
     ) -> tuple[TokenLogprobs, ...]:
+        """Of a row's licensed tokens under its raw ``logits`` [W, V], with ``top`` others each."""
         chosen, ids, values = token_logprobs(
             logits[: len(token_ids)],
             torch.tensor(token_ids, device=self.device),

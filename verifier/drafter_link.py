@@ -265,6 +265,10 @@ class DrafterLink:
             )
         )
 
+    def wanted_from(self, context: Context) -> int | None:
+        """First position whose feature row is still to come; None while none is wanted."""
+        return context.sent_frontier + context.unsent_rows if context.is_open else None
+
     def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
         """Takes committed feature rows [n, taps * H] at [first_position, first_position + n).
 

@@ -16,29 +16,23 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import structlog
-import torch
 
 from outrider.faults import FaultError
-from verifier.acceptance import LicensedRow, SamplingTables
+from verifier.acceptance import LicensedRow
+from verifier.blocks import Block, BlockRow, Blocks, HostRows
 from verifier.drafter_link import Ask, Drafted, DrafterLink
 from verifier.preview import Preview
 from verifier.request import Delta, Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
-from verifier.target import Forward, Target
 
 log = structlog.get_logger("outrider.rounds")
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the drafter offered, or nothing: one row a sequence, P_b live proposals in each."""
+    """What the drafter offered each row, or nothing."""
 
     rows: tuple[Sequence, ...]
-    frontiers: torch.Tensor  # [B]
-    live: torch.Tensor  # [B] P
-    token_ids: torch.Tensor  # [B, K or 0]
-    candidate_ids: torch.Tensor  # [B, K or 0, k]
-    probabilities: torch.Tensor  # [B, K or 0, k] FP32
     drafted: tuple[Drafted | None, ...]
 
 
@@ -47,7 +41,7 @@ class VerifiedBlock:
     """The target's view of [a, d_1..d_P]: logits, features and records, nothing adopted yet."""
 
     proposal: Proposal
-    forward: Forward
+    block: Block
 
 
 @dataclass(frozen=True)
@@ -55,14 +49,14 @@ class PrefilledPrompt:
     """A prompt's last chunk: state and KV are adopted, its own first token is not chosen yet."""
 
     sequence: Sequence
-    forward: Forward
+    block: Block
 
 
 @dataclass(frozen=True)
 class LicensedBlock:
     """y for every row."""
 
-    block: VerifiedBlock | PrefilledPrompt
+    source: VerifiedBlock | PrefilledPrompt
     rows: tuple[Sequence, ...]
     licensed: tuple[LicensedRow, ...]
     drafted: tuple[Drafted | None, ...]
@@ -89,8 +83,7 @@ class Rounds:
     """Runs prefill chunks and rounds on the engine thread.
 
     Args:
-        target: The target model and its state.
-        tables: Sampling parameters and counts by lane.
+        blocks: The target, its state and sampling tables, block by block.
         link: The drafter; may be away.
         draft_tokens: K.
         max_context: Most positions of a sequence.
@@ -99,20 +92,20 @@ class Rounds:
 
     def __init__(
         self,
-        target: Target,
-        tables: SamplingTables,
+        blocks: Blocks,
         link: DrafterLink,
         *,
         draft_tokens: int,
         max_context: int,
         chunk: int,
     ) -> None:
-        self.target = target
-        self.tables = tables
+        self.blocks = blocks
         self.link = link
         self.draft_tokens = draft_tokens
         self.max_context = max_context
         self.chunk = chunk
+        # feature rows of prompts that are still being copied to the host
+        self._arriving: list[tuple[Sequence, HostRows]] = []
 
     # ---- prefill ------------------------------------------------------------------------------
 
@@ -123,19 +116,33 @@ class Rounds:
         end = self.chunk_end(sequence)
         if sequence.context is not None:
             self.link.ensure_open(sequence.context, first, sequence.prompt_end)
-        forward = self.target.prefill(
+        block, features = self.blocks.prefill(
             sequence.residency,
-            torch.tensor(sequence.tokens[first:end]),
+            sequence.tokens[first:end],
             first,
-            want_logits=end == sequence.prompt_end,
+            last=end == sequence.prompt_end,
+            features_from=self._wanted_from(sequence),
         )
         sequence.frontier = end
-        if sequence.context is not None:
-            self.link.extend(sequence.context, first, forward.features[0])
+        # the rows of earlier chunks were copied while this one was being launched
+        self._take_arrived()
+        self._arriving.append((sequence, features))
         sequence.usage.prefill_ns += time.monotonic_ns() - started
-        if end == sequence.prompt_end:
-            licensed = self.accept(PrefilledPrompt(sequence, forward))
+        if block is not None:
+            self._take_arrived()
+            licensed = self.accept(PrefilledPrompt(sequence, block))
             self.publish(self.commit(self.preview(licensed)))
+
+    def _wanted_from(self, sequence: Sequence) -> int | None:
+        return None if sequence.context is None else self.link.wanted_from(sequence.context)
+
+    def _take_arrived(self) -> None:
+        """Hands prompts' feature rows to the link, in order."""
+        for sequence, features in self._arriving:
+            rows = features.arrived()
+            if sequence.context is not None and not sequence.finished and len(rows):
+                self.link.extend(sequence.context, features.first, rows)
+        self._arriving.clear()
 
     def chunk_end(self, sequence: Sequence) -> int:
         """Where the next prefill chunk ends: a multiple of the chunk, or the prompt's end."""
@@ -145,6 +152,7 @@ class Rounds:
 
     def run(self, rows: Rows[Sequence]) -> None:
         """One round over prefilled ``rows``, at most B."""
+        self._take_arrived()
         proposal = self.draft(tuple(rows))
         block = self.verify(proposal)
         licensed = self.accept(block)
@@ -186,48 +194,26 @@ class Rounds:
             exchange.proposals.get(row.context.sequence_id) if row.context is not None else None
             for row in rows
         )
-        return propose(rows, drafted, self.draft_tokens)
+        return Proposal(rows, drafted)
 
     def verify(self, proposal: Proposal) -> VerifiedBlock:
         """Runs the target causally over [a, d_1..d_P]; its GDN state is not touched."""
-        started = time.monotonic_ns()
-        anchors = torch.tensor([[row.anchor] for row in proposal.rows])
-        # dead columns carry the anchor: any valid id will do, they have no effect
-        columns = torch.arange(proposal.token_ids.shape[1])
-        proposed = torch.where(columns < proposal.live[:, None], proposal.token_ids, anchors)
-        forward = self.target.verify(
-            [row.residency for row in proposal.rows],
-            torch.cat([anchors, proposed], dim=1),
-            proposal.frontiers,
-            proposal.live + 1,
+        block = self.blocks.verify(
+            [block_row(r, d) for r, d in zip(proposal.rows, proposal.drafted, strict=True)]
         )
-        _spend(proposal.rows, started)
-        return VerifiedBlock(proposal, forward)
+        return VerifiedBlock(proposal, block)
 
-    def accept(self, block: VerifiedBlock | PrefilledPrompt) -> LicensedBlock:
+    def accept(self, source: VerifiedBlock | PrefilledPrompt) -> LicensedBlock:
         """Compares proposals with p, column by column; the target alone decides."""
-        started = time.monotonic_ns()
-        if isinstance(block, PrefilledPrompt):
-            # the prompt's last column is a plain step at F = n - 1
-            proposal = propose((block.sequence,), (None,), 0, frontier_shift=-1)
+        if isinstance(source, PrefilledPrompt):
+            rows: tuple[Sequence, ...] = (source.sequence,)
+            drafted: tuple[Drafted | None, ...] = (None,)
         else:
-            proposal = block.proposal
-        rows = proposal.rows
-        logits = block.forward.logits
-        assert logits is not None  # only a prompt's inner chunks have none
-        licensed = self.tables.accept(
-            logits,
-            torch.tensor([row.residency.lane for row in rows]),
-            proposal.frontiers,
-            torch.tensor([row.output_count for row in rows]),
-            proposal.token_ids,
-            proposal.live,
-            proposal.candidate_ids,
-            proposal.probabilities,
-            [row.request.logprobs for row in rows],
-        )
-        _spend(rows, started)
-        return LicensedBlock(block, rows, tuple(licensed), proposal.drafted)
+            rows, drafted = source.proposal.rows, source.proposal.drafted
+        licensed = self.blocks.accept(source.block, [row.request.logprobs for row in rows])
+        for row in rows:
+            row.usage.verify_ns += self.blocks.times.verify_ns
+        return LicensedBlock(source, rows, tuple(licensed), drafted)
 
     def preview(self, licensed: LicensedBlock) -> PreviewedBlock:
         """Chooses N of L for every row, changing nothing: stops, budget, cancellation."""
@@ -251,7 +237,6 @@ class Rounds:
     def commit(self, previewed: PreviewedBlock) -> CommittedBlock:
         """Adopts N input rows of every row at once: KV, fold, counts, frontier, anchor."""
         licensed = previewed.licensed
-        block = licensed.block
         rows = licensed.rows
         # last look at cancellation; after this nothing is undone
         decisions = [
@@ -259,8 +244,7 @@ class Rounds:
             for row, preview in zip(rows, previewed.previews, strict=True)
         ]
         counts = [d.count if isinstance(d, Preview) else 0 for d in decisions]
-        if isinstance(block, VerifiedBlock):
-            self.target.commit([row.residency for row in rows], block.forward, torch.tensor(counts))
+        self.blocks.commit(licensed.source.block, counts)
         deltas: list[Delta | None] = []
         endings: list[Finish | FinishReason | FaultError | None] = []
         for index, (row, preview) in enumerate(zip(rows, decisions, strict=True)):
@@ -283,17 +267,16 @@ class Rounds:
         token_ids = allowed.token_ids[:kept]
         first = row.frontier
         plain = drafted is None and self.wanted(row) > 0
-        if isinstance(licensed.block, VerifiedBlock):
+        if isinstance(licensed.source, VerifiedBlock):
             row.frontier += kept
             if row.context is not None:
-                features = licensed.block.forward.features[index, :kept]
+                features = self.blocks.features(licensed.source.block, index, kept)
                 self.link.extend(row.context, first, features)
             row.usage.plain_rounds += plain
             trace = self._account(row, drafted, min(allowed.accepted, kept), kept, first)
         else:
             trace = None
         row.tokens.extend(token_ids)
-        self.tables.count(row.residency.lane, token_ids)
         row.usage.output_tokens = row.output_count
         return row.session.commit(
             preview,
@@ -347,42 +330,17 @@ class Rounds:
                 row.end(ending)
 
 
-def propose(
-    rows: tuple[Sequence, ...],
-    drafted: tuple[Drafted | None, ...],
-    draft_tokens: int,
-    frontier_shift: int = 0,
-) -> Proposal:
-    """Packs proposals into a batch of width K, or 0 when no row has one.
-
-    A point mass is written as a law with one candidate of probability 1, so that acceptance has one
-    form.
-    """
-    width = draft_tokens if any(d is not None for d in drafted) else 0
-    supports = [d.candidate_ids.shape[1] for d in drafted if d and d.candidate_ids is not None]
-    support = max(supports, default=1)
-    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    candidate_ids = torch.zeros(len(rows), width, support, dtype=torch.int64)
-    probabilities = torch.zeros(len(rows), width, support)
-    for index, d in enumerate(drafted):
-        if d is None:
-            continue
-        live = len(d.token_ids)
-        token_ids[index, :live] = torch.tensor(d.token_ids)
-        if d.candidate_ids is None or d.probabilities is None:
-            candidate_ids[index, :live, 0] = token_ids[index, :live]
-            probabilities[index, :live, 0] = 1.0
-        else:
-            candidate_ids[index, :live, : d.candidate_ids.shape[1]] = d.candidate_ids
-            probabilities[index, :live, : d.probabilities.shape[1]] = d.probabilities
-    return Proposal(
-        rows,
-        torch.tensor([row.frontier + frontier_shift for row in rows]),
-        torch.tensor([len(d.token_ids) if d else 0 for d in drafted]),
-        token_ids,
-        candidate_ids,
-        probabilities,
-        drafted,
+def block_row(row: Sequence, drafted: Drafted | None) -> BlockRow:
+    """A row's part of a verify block: its anchor and what was proposed after it."""
+    if drafted is None:
+        return BlockRow(row.residency, row.frontier, row.output_count, (row.anchor,))
+    return BlockRow(
+        row.residency,
+        row.frontier,
+        row.output_count,
+        (row.anchor, *drafted.token_ids),
+        drafted.candidate_ids,
+        drafted.probabilities,
     )
 
 
@@ -393,9 +351,3 @@ def origins_of(drafted: Drafted | None, accepted: int) -> tuple[TokenOrigin, ...
     all_accepted = accepted == len(drafted.token_ids)
     terminal = TokenOrigin.BONUS if all_accepted else TokenOrigin.CORRECTION
     return (TokenOrigin.ACCEPTED,) * accepted + (terminal,)
-
-
-def _spend(rows: tuple[Sequence, ...], started_ns: int) -> None:
-    elapsed = time.monotonic_ns() - started_ns
-    for row in rows:
-        row.usage.verify_ns += elapsed

@@ -166,7 +166,7 @@ class Engine:
     # ---- engine thread ------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), self._rounds.blocks.replays.stream():
             while not self._stopping:
                 self._wake.clear()
                 try:
@@ -275,7 +275,7 @@ class Engine:
                 seed=request.sampling.seed,
                 queue_ns=time.monotonic_ns() - request.arrival_ns,
             )
-            self._rounds.tables.admit(residency.lane, request)
+            self._rounds.blocks.tables.admit(residency.lane, request)
             sequence = Sequence(
                 ticket=ticket,
                 residency=residency,

@@ -8,7 +8,9 @@ pages. None of them is a batch row: rows are formed anew each round from any res
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +29,19 @@ class Residency:
     position_count: int  # positions that the pages have room for
 
 
+class StateRows(NamedTuple):
+    """Where the state of each row of a batch lies, as device inputs: int64 [B] each."""
+
+    lanes: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, residencies: Sequence[Residency], device: torch.device) -> Self:
+        """The rows of these residencies, in order."""
+        held = torch.tensor([(r.lane, r.state_slot) for r in residencies], device=device)
+        return cls(held[:, 0].contiguous(), held[:, 1].contiguous())
+
+
 class TargetState:
     """Paged KV, GDN states, convolution history, verify records and continuation hidden.
 
@@ -43,23 +58,29 @@ class TargetState:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         page_size: int = 64,
+        block_rows: int | None = None,
     ) -> None:
         """Allocates for `lanes` residents of up to `max_context` positions each.
 
         Args:
             config: the target's sizes.
-            lanes: residents at once, and rows of a verify block.
+            lanes: residents at once.
             max_context: positions a resident may reach.
             width: W, most columns of a verify block.
             dtype: activations; FP32 keeps KV in FP32, BF16 keeps K in BF16 and V in FP16.
             device: where the state lives.
             page_size: positions a KV page holds.
+            block_rows: most rows of a verify block, dead ones included; as many as lanes unless
+                given.
         """
         self.page_size = page_size
         self.width = width
         self.max_context = max_context
         table_length = -(-max_context // page_size)
-        shapes = _shapes(config, lanes, lanes * table_length, width, page_size, dtype)
+        shapes = _shapes(
+            config, lanes, lanes * table_length, (block_rows or lanes, width), page_size, dtype
+        )
+        self.spare_lane = lanes  # a line of the continuation that nobody's lane is
         made = {
             name: torch.zeros(shape, dtype=kind, device=device)
             for name, (_, shape, kind) in shapes.items()
@@ -71,8 +92,8 @@ class TargetState:
         self.value_pages: Tensor = made["value_pages"]  # [Lf, pages, page, Hkv, D]
         self.gdn: Tensor = made["gdn"]  # [Lg, slots, Hv, Dk, Dv] FP32
         self.conv_history: Tensor = made["conv_history"]  # [Lg, slots, 3, C], oldest first
-        self.continuation: Tensor = made["continuation"]  # [lanes, H]
-        # records of the last verify block, every plane [Lg, lanes, W, ...]
+        self.continuation: Tensor = made["continuation"]  # [lanes + 1, H]
+        # records of the last verify block, room for every plane [Lg, rows, W, ...]
         self.records = GdnRecord(
             conv=made["record_conv"],
             key=made["record_key"],
@@ -132,8 +153,16 @@ class TargetState:
         return self._residents.get(residency.lane) is residency
 
     def record_view(self, rows: int, columns: int) -> GdnRecord:
-        """The records of a block of [rows, columns]: every plane [Lg, rows, columns, ...]."""
-        return GdnRecord(*(plane[:, :rows, :columns] for plane in self.records))
+        """The records of a block of [rows, columns]: every plane [Lg, rows, columns, ...].
+
+        Blocks of all sizes share the memory: the records of one are lost to the next.
+        """
+
+        def part(plane: Tensor) -> Tensor:
+            shape = (plane.shape[0], rows, columns, *plane.shape[3:])
+            return plane.flatten()[: math.prod(shape)].view(shape)
+
+        return GdnRecord(*map(part, self.records))
 
 
 def state_plan(
@@ -144,17 +173,21 @@ def state_plan(
     width: int,
     dtype: torch.dtype,
     page_size: int = 64,
+    block_rows: int | None = None,
 ) -> list[tuple[str, int]]:
     """What a `TargetState` of these sizes would allocate, as (what, bytes)."""
     pages = lanes * -(-max_context // page_size)
-    return [
-        (what, math.prod(shape) * kind.itemsize)
-        for what, shape, kind in _shapes(config, lanes, pages, width, page_size, dtype).values()
-    ]
+    shapes = _shapes(config, lanes, pages, (block_rows or lanes, width), page_size, dtype)
+    return [(what, math.prod(shape) * kind.itemsize) for what, shape, kind in shapes.values()]
 
 
 def _shapes(
-    config: TargetConfig, lanes: int, pages: int, width: int, page_size: int, dtype: torch.dtype
+    config: TargetConfig,
+    lanes: int,
+    pages: int,
+    block: tuple[int, int],  # most rows and columns of a verify block
+    page_size: int,
+    dtype: torch.dtype,
 ) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
     """Every tensor of the state: what it is, extents, element type."""
     # BF16 keys are normalised and lose little; values keep more bits as FP16 in the same room
@@ -163,15 +196,15 @@ def _shapes(
     page = (full, pages, page_size, config.key_value_head_count, config.head_dim)
     key_heads, value_heads = config.gdn_key_head_count, config.gdn_value_head_count
     key_dim, value_dim, channels = config.gdn_key_dim, config.gdn_value_dim, config.conv_channels
-    block = (gdn, lanes, width)
+    recorded = (gdn, *block)
     return {
         "key_pages": ("KV: keys", page, dtype),
         "value_pages": ("KV: values", page, value_dtype),
         "gdn": ("GDN states", (gdn, lanes, value_heads, key_dim, value_dim), torch.float32),
         "conv_history": ("convolution history", (gdn, lanes, CONV_TAPS - 1, channels), dtype),
-        "continuation": ("continuation hidden", (lanes, config.hidden_size), dtype),
-        "record_conv": ("records: columns", (*block, channels), dtype),
-        "record_key": ("records: keys", (*block, key_heads, key_dim), dtype),
-        "record_value": ("records: values", (*block, value_heads, value_dim), dtype),
-        "record_gate": ("records: gates", (*block, value_heads, 2), torch.float32),
+        "continuation": ("continuation hidden", (lanes + 1, config.hidden_size), dtype),
+        "record_conv": ("records: columns", (*recorded, channels), dtype),
+        "record_key": ("records: keys", (*recorded, key_heads, key_dim), dtype),
+        "record_value": ("records: values", (*recorded, value_heads, value_dim), dtype),
+        "record_gate": ("records: gates", (*recorded, value_heads, 2), torch.float32),
     }

@@ -8,8 +8,9 @@ moves the state, by as many columns as were kept. A plain step is a block of one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kernels.moe import moe
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
 from verifier.config import TargetConfig
-from verifier.state import Residency, TargetState
+from verifier.state import Residency, StateRows, TargetState
 from verifier.weights import (
     AttentionWeights,
     DenseWeights,
@@ -43,7 +44,40 @@ class Forward:
     hidden: Tensor  # [B, W, H] after the final norm: what the head multiplies
     features: Tensor  # [B, W, taps*H] residuals after the tapped blocks, in tap order
     records: GdnRecord | None  # of a verify block: planes [Lg, B, W, ...]
-    block_index: int  # which verify block the records are of
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where a verify block leaves what it computed; see `Forward`."""
+
+    logits: Tensor
+    hidden: Tensor
+    features: Tensor
+
+    @classmethod
+    def empty(cls, target: Target, rows: int, width: int) -> Self:
+        """Room for the results of any block of up to rows x width columns."""
+        columns, config = rows * width, target.config
+        like = target.weights.embedding
+        return cls(
+            logits=like.new_empty(columns, config.vocab_size, dtype=torch.float32),
+            hidden=like.new_empty(columns, config.hidden_size),
+            features=like.new_empty(columns, target.feature_width),
+        )
+
+    def view(self, rows: int, width: int) -> Results:
+        """The part that a block of rows x width takes: planes [rows, width, ...]."""
+        return Results(
+            *(
+                plane[: rows * width].view(rows, width, -1)
+                for plane in (self.logits, self.hidden, self.features)
+            )
+        )
+
+    def plan(self) -> list[tuple[str, int]]:
+        """What was allocated, as (what, bytes)."""
+        planes = vars(self).items()
+        return [(f"block: {name}", p.numel() * p.element_size()) for name, p in planes]
 
 
 @dataclass(frozen=True)
@@ -88,8 +122,10 @@ class Target:
         self.weights = weights
         self.state = state
         self.target_layer_ids = tuple(target_layer_ids)
-        self._device = weights.embedding.device
-        self._block_index = 0
+        self.feature_width = len(self.target_layer_ids) * config.hidden_size
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._places = {index: place for place, index in enumerate(self.target_layer_ids)}
 
     @torch.inference_mode()
     def prefill(
@@ -107,71 +143,90 @@ class Target:
             Features of all T columns [1, T, taps*H]; logits and hidden of the last column alone.
         """
         width = len(token_ids)
-        span = self._span([residency], width, torch.tensor([first]), torch.tensor([width]), None)
-        x, features = self._blocks(token_ids.to(self._device).unsqueeze(0), span)
+        device = self.device
+        span = self._span(
+            StateRows.of([residency], device),
+            width,
+            torch.tensor([first], device=device),
+            torch.tensor([width], device=device),
+            None,
+            -(-(first + width) // self.state.page_size),
+        )
+        features = self.weights.embedding.new_empty(1, width, self.feature_width)
+        x = self._blocks(token_ids.to(device).unsqueeze(0), span, features, _ignore)
         hidden = self._final_norm(x[:, -1:])
         self.state.continuation[residency.lane] = hidden[0, 0]
-        logits = self._logits(hidden) if want_logits else None
-        return Forward(logits, hidden, features, records=None, block_index=0)
+        logits = linear(hidden, self.weights.head).float() if want_logits else None
+        return Forward(logits, hidden, features, records=None)
 
     @torch.inference_mode()
     def verify(
         self,
-        residencies: Sequence[Residency],
+        rows: StateRows,
         token_ids: Tensor,
         frontiers: Tensor,
         counts: Tensor,
+        *,
+        results: Results | None = None,
+        page_count: int | None = None,
+        features_ready: Callable[[], None] | None = None,
     ) -> Forward:
         """Runs a block of proposals causally, without moving any GDN state.
 
-        Writes KV at positions F..F+count-1, where only a commit makes it count.
+        Writes KV at positions F..F+count-1, where only a commit makes it count. Reads nothing back:
+        with its arguments on the device it may be captured as a graph.
 
         Args:
-            residencies: B sequences, each at most once.
+            rows: where the state of B sequences lies, each at most once among rows with a count.
             token_ids: [B, W] int64, the anchor and its proposals; dead columns hold any id.
             frontiers: [B] int64, F: position of column 0.
-            counts: [B] int64 live columns.
+            counts: [B] int64 live columns; a row with 0 writes nothing.
+            results: [B, W, ...] planes to write; None makes new ones.
+            page_count: leading entries of the page tables to look at; None for all.
+            features_ready: called once the features are written, before the blocks after them.
 
         Returns:
             Logits, hidden and features of all columns, and the records that `commit` folds.
         """
-        rows, width = token_ids.shape
-        records = self.state.record_view(rows, width)
-        span = self._span(residencies, width, frontiers, counts, records)
-        self._block_index += 1
-        x, features = self._blocks(token_ids.to(self._device), span)
-        hidden = self._final_norm(x)
-        return Forward(self._logits(hidden), hidden, features, records, self._block_index)
+        batch, width = token_ids.shape
+        results = results or Results.empty(self, batch, width).view(batch, width)
+        records = self.state.record_view(batch, width)
+        device = self.device
+        span = self._span(rows, width, frontiers.to(device), counts.to(device), records, page_count)
+        x = self._blocks(token_ids.to(device), span, results.features, features_ready or _ignore)
+        results.hidden.copy_(self._final_norm(x))
+        results.logits.copy_(linear(results.hidden, self.weights.head))
+        return Forward(results.logits, results.hidden, results.features, records)
 
     @torch.inference_mode()
-    def commit(self, residencies: Sequence[Residency], forward: Forward, counts: Tensor) -> None:
+    def commit(self, rows: StateRows, forward: Forward, counts: Tensor) -> None:
         """Adopts the first columns of the last verify block, all rows at once.
 
         Folds the records into every GDN state and convolution history and keeps the hidden of
         column N-1 as continuation. KV needs nothing: it is already in place.
 
         Args:
-            residencies: as they were verified.
-            forward: what `verify` returned; no other block may have been verified since.
+            rows: as they were verified.
+            forward: what `verify` returned; no other block may have been verified since, because
+                the records' memory belongs to the newest.
             counts: [B] int64, N: columns to keep; a row with 0 is left untouched.
         """
-        # the records' memory belongs to the newest block
-        assert forward.records is not None and forward.block_index == self._block_index
-        counts = counts.to(self._device)
-        slots = self._slots(residencies)
-        gdn_fold(forward.records, self.state.gdn, self.state.conv_history, slots, slots, counts)
-        lanes = self._lanes(residencies)
+        assert forward.records is not None
+        counts = counts.to(self.device)
+        state = self.state
+        gdn_fold(forward.records, state.gdn, state.conv_history, rows.slots, rows.slots, counts)
         last = (counts - 1).clamp_min(0)
-        kept = forward.hidden[torch.arange(len(counts), device=self._device), last]
-        self.state.continuation[lanes] = torch.where(
-            counts.unsqueeze(1) > 0, kept, self.state.continuation[lanes]
-        )
+        kept = forward.hidden[torch.arange(len(counts), device=self.device), last]
+        # rows that keep nothing may share a lane with one that does: they go to the spare line
+        lanes = torch.where(counts > 0, rows.lanes, state.spare_lane)
+        state.continuation.index_copy_(0, lanes, kept)
 
-    def _blocks(self, token_ids: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
-        """Embedding and all blocks: the residual stream [B, W, H] and the features."""
-        weights, eps = self.weights, self.config.norm_eps
+    def _blocks(
+        self, token_ids: Tensor, span: _Span, features: Tensor, features_ready: Callable[[], None]
+    ) -> Tensor:
+        """Embedding and all blocks: the residual stream [B, W, H]; writes the features."""
+        weights, eps, hidden = self.weights, self.config.norm_eps, self.config.hidden_size
         x = weights.embedding[token_ids]
-        taps: dict[int, Tensor] = {}
         gdn_layer = full_layer = 0
         for index, block in enumerate(weights.blocks):
             normed = rms_norm(x, block.mixer_gain, eps)
@@ -183,9 +238,12 @@ class Target:
                 full_layer += 1
             normed = rms_norm(x, block.feed_forward_gain, eps)
             x = x + self._feed_forward(block.feed_forward, normed)
-            if index in self.target_layer_ids:
-                taps[index] = x
-        return x, torch.cat([taps[index] for index in self.target_layer_ids], dim=-1)
+            place = self._places.get(index)
+            if place is not None:
+                features[..., place * hidden : (place + 1) * hidden] = x
+            if index == max(self._places):
+                features_ready()
+        return x
 
     def _gdn(self, gdn: GdnWeights, normed: Tensor, layer: int, span: _Span) -> Tensor:
         """out_proj(rms(delta_rule(conv(qkv), a, b)) * SiLU(z)), value head by value head."""
@@ -272,30 +330,25 @@ class Target:
     def _final_norm(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weights.final_gain, self.config.norm_eps)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weights.head).float()
-
     def _span(
         self,
-        residencies: Sequence[Residency],
+        rows: StateRows,
         width: int,
         frontiers: Tensor,
         counts: Tensor,
         records: GdnRecord | None,
+        page_count: int | None,
     ) -> _Span:
-        frontiers = frontiers.to(self._device)
-        columns = torch.arange(width, device=self._device)
+        columns = torch.arange(width, device=self.device)
         return _Span(
             positions=frontiers.unsqueeze(1) + columns,
-            page_tables=self.state.page_tables[self._lanes(residencies)],
+            page_tables=self.state.page_tables[:, :page_count][rows.lanes],
             frontiers=frontiers,
-            counts=counts.to(self._device),
-            slots=self._slots(residencies),
+            counts=counts,
+            slots=rows.slots,
             records=records,
         )
 
-    def _lanes(self, residencies: Sequence[Residency]) -> Tensor:
-        return torch.tensor([r.lane for r in residencies], device=self._device)
 
-    def _slots(self, residencies: Sequence[Residency]) -> Tensor:
-        return torch.tensor([r.state_slot for r in residencies], device=self._device)
+def _ignore() -> None:
+    """Nobody waits for the features."""

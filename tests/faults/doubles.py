@@ -20,6 +20,7 @@ from drafter.selector import Proposals
 from kernels.candidate_selector import candidate_selector
 from outrider.client import Client
 from tests.tiny_target import TEXT
+from verifier.blocks import Blocks
 from verifier.drafter_link import Ask, Drafted, DrafterLink
 from verifier.state import Residency
 from verifier.target import Forward, Target
@@ -44,9 +45,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, law: Law) -> None:
             return forward
         return replace(forward, logits=law(torch.tensor([[first + len(token_ids) - 1]])))
 
-    def verified(self, residencies, token_ids, frontiers, counts) -> Forward:
-        forward = verify(self, residencies, token_ids, frontiers, counts)
-        return replace(forward, logits=law(frontiers[:, None] + torch.arange(token_ids.shape[1])))
+    def verified(self, rows, token_ids, frontiers, counts, **options) -> Forward:
+        forward = verify(self, rows, token_ids, frontiers, counts, **options)
+        assert forward.logits is not None
+        with torch.inference_mode():
+            forward.logits.copy_(law(frontiers[:, None] + torch.arange(token_ids.shape[1])))
+        return forward
 
     monkeypatch.setattr(Target, "prefill", prefilled)
     monkeypatch.setattr(Target, "verify", verified)
@@ -160,7 +164,7 @@ def overhear(monkeypatch: pytest.MonkeyPatch) -> Overheard:
         DrafterLink.exchange,
         DrafterLink.extend,
     )
-    commit = Target.commit
+    commit = Blocks.commit
 
     def taken(self, ask, row):
         drafted = proposal_of(self, ask, row)
@@ -176,14 +180,15 @@ def overhear(monkeypatch: pytest.MonkeyPatch) -> Overheard:
         heard.features.append((first_position, len(rows)))
         extend(self, context, first_position, rows)
 
-    def committed(self, residencies, forward, counts):
-        heard.commits += zip(residencies, counts.tolist(), strict=True)
-        commit(self, residencies, forward, counts)
+    def committed(self, block, kept):
+        if not block.prefilled:
+            heard.commits += zip((row.residency for row in block.rows), kept, strict=True)
+        commit(self, block, kept)
 
     monkeypatch.setattr(DrafterLink, "_proposal_of", taken)
     monkeypatch.setattr(DrafterLink, "exchange", exchanged)
     monkeypatch.setattr(DrafterLink, "extend", extended)
-    monkeypatch.setattr(Target, "commit", committed)
+    monkeypatch.setattr(Blocks, "commit", committed)
     return heard
 
 

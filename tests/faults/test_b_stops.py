@@ -11,6 +11,7 @@ from tests.system.conftest import prompt
 from tests.tiny_target import load_target
 from tests.verifier.test_preview import Run, Scripted, request
 from verifier.request import FinishReason
+from verifier.state import StateRows
 
 STOP = 13
 FIRST = 30  # the token that the prompt itself yields, before the block in question
@@ -93,11 +94,12 @@ def test_an_end_token_inside_a_block_keeps_two_rows_of_everything(
     alone = plain.state.acquire(64)
     assert alone is not None
     plain.prefill(alone, torch.tensor(PROMPT), 0, want_logits=False)
+    rows = StateRows.of([alone], plain.device)
     for offset, token in enumerate([FIRST, *licensed][:kept]):
         step = plain.verify(
-            [alone], torch.tensor([[token]]), torch.tensor([6 + offset]), torch.tensor([1])
+            rows, torch.tensor([[token]]), torch.tensor([6 + offset]), torch.tensor([1])
         )
-        plain.commit([alone], step, torch.tensor([1]))
+        plain.commit(rows, step, torch.tensor([1]))
     state, slot = pair.verifier.engine._state, residency.state_slot
     for ours, theirs in (
         (state.gdn[:, slot], plain.state.gdn[:, alone.state_slot]),

@@ -12,6 +12,7 @@ from tests.faults.doubles import Foretelling, overhear, plant
 from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import save_draft
 from tests.tiny_target import load_target
+from verifier.state import StateRows
 from verifier.target import Target
 
 
@@ -26,9 +27,9 @@ def test_rounds_of_3_0_7_and_1_accepts_then_plain_ones_equal_a_token_by_token_ru
     states: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     commit = Target.commit
 
-    def committed(self, residencies, forward, counts):
-        commit(self, residencies, forward, counts)
-        slot = residencies[0].state_slot
+    def committed(self, rows, forward, counts):
+        commit(self, rows, forward, counts)
+        slot = int(rows.slots[0])
         states.append(
             (int(counts[0]), self.state.gdn[:, slot].clone(), self.state.conv_history[:, slot] + 0)
         )
@@ -53,12 +54,12 @@ def test_rounds_of_3_0_7_and_1_accepts_then_plain_ones_equal_a_token_by_token_ru
     alone = plain.state.acquire(200)
     assert alone is not None
     plain.prefill(alone, torch.tensor(ids), 0, want_logits=False)
-    position = len(ids)
+    position, rows = len(ids), StateRows.of([alone], plain.device)
     for count, gdn, history in states:
         for _ in range(count):
             token = torch.tensor([[[*ids, *continuation][position]]])
-            step = plain.verify([alone], token, torch.tensor([position]), torch.tensor([1]))
-            plain.commit([alone], step, torch.tensor([1]))
+            step = plain.verify(rows, token, torch.tensor([position]), torch.tensor([1]))
+            plain.commit(rows, step, torch.tensor([1]))
             position += 1
         assert (gdn - plain.state.gdn[:, alone.state_slot]).abs().max() < 1e-4
         assert (history - plain.state.conv_history[:, alone.state_slot]).abs().max() < 1e-4
@@ -104,7 +105,10 @@ def test_a_prompt_chunk_longer_than_the_ring_drafts_as_shorter_chunks_do(
             ignore_eos=True,
             return_rounds=True,
         )
-        assert heard.features[0] == (0, chunk)
+        if layers == "local":
+            assert heard.features[0][0] == 200 - 64, "a ring keeps the last S rows"
+        else:
+            assert heard.features[0] == (0, chunk)
         assert completion.rounds[0].frontier == 200
         assert completion.rounds[0].proposed
         runs.append(completion)

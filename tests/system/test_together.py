@@ -187,12 +187,12 @@ def test_logits_that_are_not_finite_fail_one_request_alone(dense, serve, oracle,
     whole = Target.verify
     poisoned = prompt(9, seed=1)
 
-    def poisons(self, residencies, token_ids, frontiers, counts):
-        forward = whole(self, residencies, token_ids, frontiers, counts)
+    def poisons(self, rows, token_ids, frontiers, counts, **options):
+        forward = whole(self, rows, token_ids, frontiers, counts, **options)
         sequences = pair.verifier.engine._resident
         lanes = {s.residency.lane for s in sequences if list(s.request.prompt_ids) == poisoned}
-        for row, residency in enumerate(residencies):
-            if residency.lane in lanes and frontiers[row] > 12:
+        for row, lane in enumerate(rows.lanes.tolist()):
+            if lane in lanes and frontiers[row] > 12:
                 forward.logits[row] = float("nan")
         return forward
 

@@ -124,10 +124,19 @@ def test_the_profiles_keep_their_element_types(config: TargetConfig):
     assert narrow.gdn.dtype == narrow.records.gate.dtype == torch.float32
 
 
-def test_a_record_view_shares_the_records_memory(config: TargetConfig):
+def test_record_views_of_all_sizes_share_one_memory(config: TargetConfig):
     state = make(config)
-    view = state.record_view(2, 5)
-    view.key.fill_(3.0)
-    assert (state.records.key[:, :2, :5] == 3.0).all()
-    assert not state.records.key[:, 2].any()
-    assert not state.records.key[:, :, 5:].any()
+    whole = state.record_view(3, 8)
+    assert whole.key.data_ptr() == state.records.key.data_ptr()
+    part = state.record_view(2, 5)
+    assert all(plane.is_contiguous() for plane in part)
+    part.key.fill_(3.0)
+    assert (whole.key.flatten()[: part.key.numel()] == 3.0).all()
+    assert not whole.key.flatten()[part.key.numel() :].any()
+
+
+def test_a_block_may_have_more_rows_than_there_are_lanes(config: TargetConfig):
+    sizes = {"lanes": 3, "max_context": 40, "width": 8, "dtype": torch.float32, "page_size": PAGE}
+    state = TargetState(config, **sizes, block_rows=4)
+    assert state.record_view(4, 8).key.shape[1:3] == (4, 8)
+    assert state.plan() == state_plan(config, **sizes, block_rows=4)

@@ -20,7 +20,7 @@ from tests.tiny_target import (
     run_oracle,
     save_target,
 )
-from verifier.state import Residency
+from verifier.state import Residency, StateRows
 from verifier.target import Forward, Target
 
 TAPS = (3, 0, 2)  # the last block first: recorded order is concatenation order
@@ -92,6 +92,10 @@ def acquire(target: Target, positions: int = 400) -> Residency:
     return residency
 
 
+def rows_of(*residencies: Residency) -> StateRows:
+    return StateRows.of(residencies, torch.device("cpu"))
+
+
 def verify_one(
     target: Target, residency: Residency, token_ids: Tensor, frontier: int, width: int | None = None
 ) -> Forward:
@@ -99,7 +103,9 @@ def verify_one(
     live = len(token_ids)
     columns = torch.zeros(1, width or live, dtype=torch.int64)
     columns[0, :live] = token_ids
-    return target.verify([residency], columns, torch.tensor([frontier]), torch.tensor([live]))
+    return target.verify(
+        rows_of(residency), columns, torch.tensor([frontier]), torch.tensor([live])
+    )
 
 
 # ---- prefill -------------------------------------------------------------------------------------
@@ -143,7 +149,7 @@ def test_token_by_token_equals_one_pass(pair: Pair):
         forward = verify_one(target, residency, pair.token_ids[position : position + 1], position)
         assert_near(forward.logits, pair.run.logits[None, position : position + 1])
         assert_near(forward.features, pair.run.features(TAPS)[None, position : position + 1])
-        target.commit([residency], forward, torch.tensor([1]))
+        target.commit(rows_of(residency), forward, torch.tensor([1]))
 
 
 # accepted drafts by round, K = 7, then a plain round
@@ -168,16 +174,16 @@ def test_partial_accepts_leave_the_state_of_a_token_by_token_run(pair: Pair):
         assert_near(forward.logits[0, :kept], pair.run.logits[frontier : frontier + kept])
         expected = pair.run.features(TAPS)[frontier : frontier + kept]
         assert_near(forward.features[0, :kept], expected)
-        target.commit([residency], forward, torch.tensor([kept]))
+        target.commit(rows_of(residency), forward, torch.tensor([kept]))
         for position in range(frontier, frontier + kept):
             step = verify_one(target, sequential, pair.token_ids[position : position + 1], position)
-            target.commit([sequential], step, torch.tensor([1]))
+            target.commit(rows_of(sequential), step, torch.tensor([1]))
         frontier += kept
         assert_same_state(target, residency, sequential)
     for position in range(frontier, frontier + 10):
         forward = verify_one(target, residency, pair.token_ids[position : position + 1], position)
         assert_near(forward.logits, pair.run.logits[None, position : position + 1])
-        target.commit([residency], forward, torch.tensor([1]))
+        target.commit(rows_of(residency), forward, torch.tensor([1]))
 
 
 def assert_same_state(target: Target, one: Residency, other: Residency) -> None:
@@ -197,12 +203,12 @@ def test_a_rollback_far_into_a_sequence_feeds_the_upper_blocks_what_verify_saw(d
     block = draw(WIDTH, seed=1)
     block[:3] = token_ids[200:203]
     forward = verify_one(target, residency, block, 200)
-    target.commit([residency], forward, torch.tensor([3]))
+    target.commit(rows_of(residency), forward, torch.tensor([3]))
     assert_near(forward.features[0, :3], run.residuals[2, 200:203])
     for position in range(203, 210):
         step = verify_one(target, residency, token_ids[position : position + 1], position)
         assert_near(step.features[0], run.residuals[2, position : position + 1])
-        target.commit([residency], step, torch.tensor([1]))
+        target.commit(rows_of(residency), step, torch.tensor([1]))
 
 
 def test_rows_of_a_block_stand_at_their_own_frontiers(pair: Pair):
@@ -217,7 +223,7 @@ def test_rows_of_a_block_stand_at_their_own_frontiers(pair: Pair):
     for row, index in enumerate(order):
         columns[row, : live[index]] = pair.token_ids[starts[index] :][: live[index]]
     forward = target.verify(
-        [residencies[index] for index in order],
+        rows_of(*(residencies[index] for index in order)),
         columns,
         torch.tensor([starts[index] for index in order]),
         torch.tensor([live[index] for index in order]),
@@ -234,7 +240,7 @@ def test_rows_of_a_block_stand_at_their_own_frontiers(pair: Pair):
     kept = (4, 1, 0, 0)  # of residency 0, 1, 2, 3
     continuation = target.state.continuation.clone()
     target.commit(
-        [residencies[index] for index in order],
+        rows_of(*(residencies[index] for index in order)),
         forward,
         torch.tensor([kept[index] for index in order]),
     )
@@ -260,7 +266,7 @@ def test_the_continuation_hidden_is_that_of_the_last_kept_column(dense: Pair, ke
     head = target.weights.head
     assert_near(target.state.continuation[residency.lane] @ head.T, dense.run.logits[59])
     forward = verify_one(target, residency, dense.token_ids[60:68], 60)
-    target.commit([residency], forward, torch.tensor([kept]))
+    target.commit(rows_of(residency), forward, torch.tensor([kept]))
     assert_near(target.state.continuation[residency.lane] @ head.T, dense.run.logits[59 + kept])
 
 
@@ -281,18 +287,9 @@ def test_a_block_verified_twice_commits_as_once(dense: Pair):
     target.prefill(residency, dense.token_ids[:60], 0, want_logits=False)
     verify_one(target, residency, draw(WIDTH, seed=5), 60)
     forward = verify_one(target, residency, dense.token_ids[60:64], 60)
-    target.commit([residency], forward, torch.tensor([4]))
+    target.commit(rows_of(residency), forward, torch.tensor([4]))
     step = verify_one(target, residency, dense.token_ids[64:65], 64)
     assert_near(step.logits, dense.run.logits[None, 64:65])
-
-
-def test_only_the_newest_block_can_be_committed(dense: Pair):
-    target = load_target(dense.folder)
-    residency = acquire(target)
-    older = verify_one(target, residency, dense.token_ids[:1], 0)
-    verify_one(target, residency, dense.token_ids[:1], 0)
-    with pytest.raises(AssertionError):
-        target.commit([residency], older, torch.tensor([1]))
 
 
 def test_old_bytes_of_a_lane_reach_nobody(dense: Pair):
@@ -310,7 +307,7 @@ def test_old_bytes_of_a_lane_reach_nobody(dense: Pair):
     block = verify_one(target, residency, dense.token_ids[70:73], 70, WIDTH)
     assert block.logits is not None
     assert_near(block.logits[0, :3], dense.run.logits[70:73])
-    target.commit([residency], block, torch.tensor([2]))
+    target.commit(rows_of(residency), block, torch.tensor([2]))
     step = verify_one(target, residency, dense.token_ids[72:73], 72)
     assert_near(step.logits, dense.run.logits[None, 72:73])
 
@@ -347,7 +344,7 @@ def test_greedy_rounds_give_the_text_of_transformers_generate(pair: Pair, corrup
         chosen = forward.logits[0, : len(block)].argmax(-1)
         accepted = int((chosen[:-1] == drafts).cumprod(0).sum())
         text += chosen[: accepted + 1].tolist()
-        target.commit([residency], forward, torch.tensor([accepted + 1]))
+        target.commit(rows_of(residency), forward, torch.tensor([accepted + 1]))
         frontier += accepted + 1
     assert text[:new_tokens] == wanted.tolist()
 
@@ -450,7 +447,7 @@ def test_the_bfloat16_profile_is_no_further_from_float32_than_transformers(
     for first in range(0, LENGTH, WIDTH):
         block = token_ids[first : first + WIDTH]
         forward = verify_one(target, residency, block, first)
-        target.commit([residency], forward, torch.tensor([len(block)]))
+        target.commit(rows_of(residency), forward, torch.tensor([len(block)]))
         assert forward.logits is not None
         assert forward.logits.dtype == torch.float32
         assert forward.features.dtype == torch.bfloat16
