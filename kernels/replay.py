@@ -58,6 +58,8 @@ class Replays:
         with self.stream():
             function()
         self.wait()
+        # a capture begins with giving back what is free, which is not the graph's doing
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # other threads of the process may use the device meanwhile
