@@ -15,10 +15,11 @@ import torch
 
 from drafter.config import DraftConfig, DrafterOptions, choose_device
 from drafter.context import ContextMemory
+from drafter.graphs import DraftGraphs
 from drafter.model import DraftModel
 from drafter.selector import selector_for
 from drafter.service import DraftService, Engine
-from drafter.weights import load_weights
+from drafter.weights import load_weights, weight_plan
 from outrider import pair, serving
 from outrider.checkpoint import Checkpoint, bundled
 from outrider.random_weights import open_checkpoint
@@ -72,7 +73,7 @@ def start(options: DrafterOptions) -> Running:
 
     Raises:
         CheckpointError: A folder that cannot be used, naming what is wrong with it.
-        ValueError: An option out of range.
+        ValueError: An option out of range, or a plan that does not fit the device.
         AddressError: The address is taken.
     """
     target_folder = options.target or bundled("target")
@@ -93,7 +94,8 @@ def start(options: DrafterOptions) -> Running:
         address = serving.bind(server, options.listen)
         server.start()
         try:
-            service.attach(_load(config, options, target, draft))
+            engine, plan = _load(config, options, target, draft)
+            service.attach(engine)
         except BaseException:
             health.close()
             server.stop(0).wait()
@@ -110,6 +112,7 @@ def start(options: DrafterOptions) -> Running:
         dtype=config.dtype,
         layer_causal=list(config.draft.layer_causal),
         load_format=options.load_format,
+        **plan,
     )
     if options.load_format == "random":
         log.warning("random_weights", effect="proposals are noise; for benchmarks only")
@@ -118,13 +121,41 @@ def start(options: DrafterOptions) -> Running:
 
 def _load(
     config: DraftConfig, options: DrafterOptions, target: Checkpoint, draft: Checkpoint
-) -> Engine:
+) -> tuple[Engine, dict[str, object]]:
+    """Allocates everything; the plan for the log has sizes in MiB."""
+    contexts = config.context_plan
+    sizes = [
+        *weight_plan(config),
+        ("rings", contexts.ring_bytes),
+        ("pages", contexts.page_bytes),
+    ]
+    available = serving.memory_bytes(str(config.device))
+    if sum(size for _, size in sizes) > available:
+        raise ValueError(_arithmetic(sizes, available))
     geometry = pair.geometry(config.target, config.draft, config.dtype)
-    with serving.LoadingProgress("drafter") as progress:
-        weights = load_weights(config, target, draft, options.proposal_head, progress.update)
-    memory = ContextMemory(config.context_plan, config.device)
-    model = DraftModel(config.draft, weights, memory)
-    return Engine(config, geometry, model, selector_for(config, weights))
+    try:
+        with serving.LoadingProgress("drafter") as progress:
+            weights = load_weights(config, target, draft, options.proposal_head, progress.update)
+        model = DraftModel(config.draft, weights, ContextMemory(contexts, config.device))
+        graphs = DraftGraphs(config, model, selector_for(config, weights))
+    except torch.OutOfMemoryError as error:
+        # how much graphs take is known once they are there
+        raise ValueError(f"{_arithmetic(sizes, available)} + buffers and graphs") from error
+    sizes += [("buffers", graphs.buffer_bytes), ("graphs", graphs.replays.byte_count)]
+    plan: dict[str, object] = {
+        "mib": {what: round(size / 2**20, 1) for what, size in sizes},
+        "pinned_mib": round(graphs.pinned_bytes / 2**20, 1),
+        "graph_count": graphs.replays.graph_count,
+        "capture_s": round(graphs.capture_seconds, 2),
+    }
+    return Engine(config, geometry, graphs), plan
+
+
+def _arithmetic(sizes: Sequence[tuple[str, int]], available: int) -> str:
+    """The sum in words, for the message that refuses to start."""
+    needed = sum(size for _, size in sizes)
+    terms = " + ".join(f"{what} {size}" for what, size in sizes)
+    return f"memory: expected at most {available} bytes, got {terms} = {needed}"
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:

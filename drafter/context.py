@@ -11,9 +11,10 @@ Everything here counts; the arithmetic on keys and values is in `drafter.model`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,14 +114,28 @@ class Context:
 class Append:
     """Where the next rows of some contexts go, all rows of all contexts end to end.
 
-    The tensors are int64 [1, rows]; a destination of -1 keeps nothing (a row that falls out of the
-    ring at once).
+    Destinations are int64 [3, rows] in host memory: of each row its position, its cell of the rings
+    and its cell of the pages. A cell of -1 keeps nothing: the draft has no layer of that kind, or
+    the row falls out of the ring at once.
     """
 
     contexts: tuple[tuple[Context, int], ...]  # with the rows each takes
-    positions: Tensor
-    ring_cells: Tensor
-    page_cells: Tensor
+    destinations: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """Absolute positions, [1, rows]."""
+        return self.destinations[0:1]
+
+    @property
+    def ring_cells(self) -> Tensor:
+        """Cells of the rings, counted over all sequences, [1, rows]."""
+        return self.destinations[1:2]
+
+    @property
+    def page_cells(self) -> Tensor:
+        """Cells of the pages, counted over all sequences, [1, rows]."""
+        return self.destinations[2:3]
 
     def commit(self) -> None:
         """Moves the frontiers over the rows, once they are materialized."""
@@ -217,31 +232,32 @@ class ContextMemory:
     def append(self, pieces: Sequence[tuple[Context, int]]) -> Append:
         """Lays out the next rows: (context, row count) for each context, all distinct."""
         window, sequence_cells = self.plan.window, self.plan.pages_per_sequence * PAGE_SIZE
-        positions, ring_cells, page_cells = [], [], []
+        destinations = np.full((3, sum(row_count for _, row_count in pieces)), -1, dtype=np.int64)
+        first = 0
         for context, row_count in pieces:
-            end = context.frontier + row_count
-            position = torch.arange(context.frontier, end)
-            positions.append(position)
+            positions, ring_cells, page_cells = destinations[:, first : first + row_count]
+            positions[:] = np.arange(context.frontier, context.frontier + row_count)
             if window:
                 # a piece longer than the ring keeps only its last S rows
-                cell = context.slot * window + position % window
-                ring_cells.append(torch.where(position >= end - window, cell, -1))
+                ring_cells[-window:] = context.slot * window + positions[-window:] % window
             if sequence_cells:
-                page_cells.append(context.slot * sequence_cells + position)
-        return Append(
-            tuple(pieces),
-            self._end_to_end(positions),
-            self._end_to_end(ring_cells),
-            self._end_to_end(page_cells),
-        )
+                page_cells[:] = context.slot * sequence_cells + positions
+            first += row_count
+        return Append(tuple(pieces), torch.from_numpy(destinations))
 
-    def rows(self, contexts: Iterable[Context]) -> ContextRows:
-        """Contexts as inputs of one batch, in order."""
-        table = torch.tensor(
-            [(c.slot, c.coverage_first, c.frontier) for c in contexts], dtype=torch.int64
-        ).to(self.device)
-        slots, coverage_first, frontiers = table.unbind(1)
-        return ContextRows(slots, coverage_first, frontiers, self._page_tables[slots])
+    def rows(
+        self, slots: Tensor, coverage_first: Tensor, frontiers: Tensor, page_count: int
+    ) -> ContextRows:
+        """Contexts as inputs of one batch.
+
+        Args:
+            slots: [B] int64, on the device, as the other two.
+            coverage_first: [B].
+            frontiers: [B], none beyond ``page_count`` pages.
+            page_count: Entries of the page tables that may be needed.
+        """
+        tables = self._page_tables[:, :page_count].index_select(0, slots)
+        return ContextRows(slots, coverage_first, frontiers, tables)
 
     def _expect_in_range(self, name: str, position: int) -> None:
         limit = self.plan.max_context
@@ -252,11 +268,6 @@ class ContextMemory:
                 limit=limit,
                 actual=position,
             )
-
-    def _end_to_end(self, pieces: list[Tensor]) -> Tensor:
-        if not pieces:
-            return torch.empty((1, 0), dtype=torch.int64, device=self.device)
-        return torch.cat(pieces).unsqueeze(0).to(self.device)
 
 
 class SequenceTable:

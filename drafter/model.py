@@ -7,13 +7,12 @@ sampled. Attention is not causal unless a layer says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drafter.context import Append, Context, ContextMemory, ContextRows
+from drafter.context import Context, ContextMemory, ContextRows
 from drafter.weights import ConvolutionWeights, DraftWeights, LayerGroup, LayerWeights
 from kernels import dynamic_grouped_conv
 from kernels.context_attention import context_attention
@@ -39,50 +38,20 @@ class ProposalAsk:
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """Asks as device inputs of one masked block; one entry a row."""
+    """The device inputs of one masked block; one entry a row."""
 
     rows: ContextRows
     anchors: Tensor  # [B] int64
-    counts: Tensor  # [B] int64: live columns
+    counts: Tensor  # [B] int64: live columns; 0 in a row that stands for nothing
     lives: Tensor  # [B] int64: P
     temperatures: Tensor  # [B] FP32
     seeds: Tensor  # [B] int64 bit patterns
-    width: int  # columns computed
-    most_live: int  # the largest P
+    width: int  # W: columns computed, live or not
 
-    @classmethod
-    def of(cls, asks: Sequence[ProposalAsk], memory: ContextMemory, fixed_width: int) -> DraftBlock:
-        """Lays out one block.
-
-        Args:
-            asks: One a row, at least one.
-            memory: Where the contexts lie.
-            fixed_width: W where every row computes all columns (DFlash2); 0 where a row computes
-                its own P + 1.
-        """
-        lives = [ask.live for ask in asks]
-        columns = [fixed_width or live + 1 for live in lives]
-        integers = torch.tensor(
-            [
-                [ask.anchor for ask in asks],
-                columns,
-                lives,
-                # the wire's uint64 seeds travel as int64 bit patterns
-                [ask.seed - (ask.seed >> 63 << 64) for ask in asks],
-            ],
-            dtype=torch.int64,
-        ).to(memory.device)
-        temperatures = torch.tensor([ask.temperature for ask in asks], dtype=torch.float32)
-        return cls(
-            rows=memory.rows(ask.context for ask in asks),
-            anchors=integers[0],
-            counts=integers[1],
-            lives=integers[2],
-            temperatures=temperatures.to(memory.device),
-            seeds=integers[3],
-            width=max(columns),
-            most_live=max(lives),
-        )
+    @property
+    def most_live(self) -> int:
+        """K: positions that are proposed for, live or not."""
+        return self.width - 1
 
 
 class DraftModel:
@@ -117,18 +86,18 @@ class DraftModel:
             linear(features, weights.feature), weights.context_norm, self._draft.norm_eps
         )
 
-    def materialize(self, features: Sequence[Tensor], append: Append) -> None:
+    def materialize(self, features: Tensor, destinations: Tensor) -> None:
         """Writes the context keys and values of new positions in every layer.
 
         Args:
-            features: [rows, taps * H] raw target residuals of each context in ``append``,
-                activation type, in host memory or on the device.
-            append: Where they go.
+            features: [rows, taps * H] raw target residuals, activation type.
+            destinations: [3, rows] int64, as `drafter.context.Append` has them; a row whose cells
+                are all -1 is kept nowhere, whatever its features hold.
         """
-        together = features[0] if len(features) == 1 else torch.cat(list(features))
-        context = self.project(together.to(self.memory.device)).unsqueeze(0)
-        self._keep(self._weights.local, context, append.positions, append.ring_cells)
-        self._keep(self._weights.full, context, append.positions, append.page_cells)
+        positions, ring_cells, page_cells = destinations.unsqueeze(1)
+        context = self.project(features).unsqueeze(0)
+        self._keep(self._weights.local, context, positions, ring_cells)
+        self._keep(self._weights.full, context, positions, page_cells)
 
     def _keep(
         self, group: LayerGroup, context: Tensor, positions: Tensor, destinations: Tensor

@@ -9,7 +9,6 @@ verifier sends raises.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,9 @@ from drafter.context import (
     no_checkpoint_slot,
     no_such_checkpoint,
 )
-from drafter.model import DraftBlock, DraftModel, ProposalAsk
-from drafter.selector import Proposals, Selector, not_finite
+from drafter.graphs import DraftGraphs, Span
+from drafter.model import ProposalAsk
+from drafter.selector import Proposals, not_finite
 from outrider import faults, tensors
 from outrider.faults import FaultError
 from outrider.v1 import draft_service_pb2 as wire
@@ -63,7 +63,7 @@ class Materialized:
     """Rows whose contexts have caught up, with what may be drafted for them."""
 
     rows: tuple[Row, ...]
-    elapsed_ns: int
+    span: Span | None  # None where there was nothing to write
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Drafted:
     """Rows, and the proposals of those that ask, in their order, on the host."""
 
     rows: tuple[Row, ...]
-    proposals: Proposals | None
-    elapsed_ns: int
+    proposals: Proposals | None = None
+    span: Span | None = None
 
 
 class DraftRounds:
@@ -81,17 +81,15 @@ class DraftRounds:
     def __init__(
         self,
         config: DraftConfig,
-        model: DraftModel,
-        selector: Selector,
+        graphs: DraftGraphs,
         max_concurrency: int,
         counters: Counter[str],
     ) -> None:
         self._config = config
-        self._model = model
-        self._selector = selector
-        self._memory = model.memory
+        self._graphs = graphs
+        self._memory = graphs.memory
         self._row_limit = max_concurrency  # B of this stream
-        self._sequences = SequenceTable(model.memory, max_concurrency)
+        self._sequences = SequenceTable(graphs.memory, max_concurrency)
         self._round_index = 0
         self._counters = counters
 
@@ -129,8 +127,8 @@ class DraftRounds:
         reply = wire.RoundReply(
             round_index=round_.round_index,
             rows=self._reply_rows(drafted),
-            materialize_ns=materialized.elapsed_ns,
-            draft_ns=drafted.elapsed_ns,
+            materialize_ns=_elapsed_ns(materialized.span),
+            draft_ns=_elapsed_ns(drafted.span),
         )
         self._counters["rounds"] += 1
         return wire.DraftRoundsResponse(round_reply=reply)
@@ -160,24 +158,23 @@ class DraftRounds:
         return row
 
     def _materialize(self, admitted: Admitted) -> Materialized:
-        started = time.monotonic_ns()
-        self._append(
+        span = self._append(
             [
                 (row.context, row.features)
                 for row in admitted.rows
                 if row.fault is None and row.context is not None and row.features is not None
             ]
         )
-        rows = tuple(self._ask(row) for row in admitted.rows)
-        return Materialized(rows, time.monotonic_ns() - started)
+        return Materialized(tuple(self._ask(row) for row in admitted.rows), span)
 
-    def _append(self, pieces: Sequence[tuple[Context, torch.Tensor]]) -> None:
+    def _append(self, pieces: Sequence[tuple[Context, torch.Tensor]]) -> Span | None:
         if not pieces:
-            return
+            return None
         append = self._memory.append([(context, len(features)) for context, features in pieces])
-        self._model.materialize([features for _, features in pieces], append)
+        span = self._graphs.materialize([features for _, features in pieces], append)
         append.commit()
         self._counters["feature_rows"] += sum(len(features) for _, features in pieces)
+        return span
 
     def _ask(self, row: Row) -> Row:
         wanted, context = row.request.proposal, row.context
@@ -192,14 +189,10 @@ class DraftRounds:
         return replace(row, ask=ask)
 
     def _draft(self, materialized: Materialized) -> Drafted:
-        started = time.monotonic_ns()
         asks = [row.ask for row in materialized.rows if row.ask is not None]
-        proposals = None
-        if asks:
-            block = DraftBlock.of(asks, self._memory, self._config.fixed_width)
-            hidden = self._model.draft_block(block)
-            proposals = self._selector.select(hidden, block).on_host()
-        return Drafted(materialized.rows, proposals, time.monotonic_ns() - started)
+        if not asks:
+            return Drafted(materialized.rows)
+        return Drafted(materialized.rows, *self._graphs.draft(asks))
 
     def _reply_rows(self, drafted: Drafted) -> Iterator[wire.RoundReplyRow]:
         block_row = 0
@@ -320,6 +313,10 @@ class DraftRounds:
     def _status(self, fault: FaultError) -> status_pb2.Status:
         self._counters[f"fault_{fault.reason.lower()}"] += 1
         return faults.to_status(fault)
+
+
+def _elapsed_ns(span: Span | None) -> int:
+    return 0 if span is None else span.elapsed_ns()
 
 
 def _proposal(wanted: wire.ProposalRequest, proposals: Proposals, block_row: int) -> wire.Proposal:

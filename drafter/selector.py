@@ -26,20 +26,10 @@ class Proposals:
     Only the first P positions of a row count, and only where it is finite.
     """
 
-    tokens: Tensor  # [B, P] int64
+    tokens: Tensor  # [B, K] int64, or int32 once in host memory
     finite: Tensor  # [B] bool: nothing behind the row's first P positions overflowed or is NaN
-    candidate_ids: Tensor | None = None  # [B, P, k] int64; None: every q is a point mass
-    probabilities: Tensor | None = None  # [B, P, k] FP32: q, exactly as drawn from
-
-    def on_host(self) -> Proposals:
-        """The same, in host memory."""
-        ids, q = self.candidate_ids, self.probabilities
-        return Proposals(
-            self.tokens.cpu(),
-            self.finite.cpu(),
-            None if ids is None else ids.cpu(),
-            None if q is None else q.cpu(),
-        )
+    candidate_ids: Tensor | None = None  # [B, K, k], like the tokens; None: every q is a point mass
+    probabilities: Tensor | None = None  # [B, K, k] FP32: q, exactly as drawn from
 
     def is_finite(self, row: int) -> bool:
         """Whether a row's proposal may be used."""

@@ -18,9 +18,8 @@ import structlog
 import torch
 
 from drafter.config import MOST_CONCURRENCY, DraftConfig
-from drafter.model import DraftModel
+from drafter.graphs import DraftGraphs
 from drafter.rounds import DraftRounds, invalid
-from drafter.selector import Selector
 from outrider import PROTOCOL_REVISION, __version__, faults, pair
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
@@ -111,14 +110,12 @@ class Engine:
         self,
         config: DraftConfig,
         geometry: wire.DraftGeometry,
-        model: DraftModel,
-        selector: Selector,
+        graphs: DraftGraphs,
     ) -> None:
         self.config = config
         self.geometry = geometry
         self.counters: Counter[str] = Counter()
-        self._model = model
-        self._selector = selector
+        self._graphs = graphs
         self._streams: dict[Stream, None] = {}  # after their Hello
         self._inbox: queue.SimpleQueue[tuple[Stream, wire.DraftRoundsRequest | None, int] | None]
         self._inbox = queue.SimpleQueue()
@@ -162,7 +159,7 @@ class Engine:
         )
 
     def _run(self) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), self._graphs.stream():
             while (posted := self._inbox.get()) is not None:
                 self._apply(*posted)
         for stream in list(self._streams):
@@ -219,9 +216,7 @@ class Engine:
         self._expect_room(hello)
         stream.verifier_id = hello.verifier_id
         stream.max_concurrency = hello.max_concurrency
-        stream.rounds = DraftRounds(
-            self.config, self._model, self._selector, hello.max_concurrency, self.counters
-        )
+        stream.rounds = DraftRounds(self.config, self._graphs, hello.max_concurrency, self.counters)
         self._streams[stream] = None
         self.counters["streams"] += 1
         log.info(

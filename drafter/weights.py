@@ -7,6 +7,7 @@ context's are a view of the block's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,20 @@ def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     for index in range(draft.layer_count):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def weight_plan(config: DraftConfig) -> list[tuple[str, int]]:
+    """Bytes that the weights will take, by what they are for, with a full head."""
+    facts, activation = config.target, config.profile.activation
+    table = facts.vocab_size * facts.hidden_size * activation.itemsize
+    draft = sum(
+        math.prod(shape) * (torch.float32 if len(shape) == 1 else activation).itemsize
+        for shape in draft_shapes(config).values()
+    )
+    tables = [("embedding and head", table)]
+    if not facts.tied:
+        tables = [("embedding", table), ("head", table)]
+    return [(f"weights: {what}", size) for what, size in [*tables, ("draft", draft)]]
 
 
 def load_weights(

@@ -155,7 +155,7 @@ class Pair:
             status = engine.status()
             free = (len(state._free_lanes), len(state._free_slots), len(state._free_pages))
             total = (state.page_tables.shape[0],) * 2 + (state.key_pages.shape[1],)
-            drafted = self.drafter._service._engine._model.memory.free_count
+            drafted = self.drafter._service._engine._graphs.memory.free_count
             if (status.resident, status.queued, free) == (0, 0, total) and drafted == total[0]:
                 return
             assert time.monotonic() < deadline, (status, free, total, drafted)

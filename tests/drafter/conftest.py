@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drafter.config import DraftConfig, DrafterOptions
 from drafter.context import Append, Context, ContextMemory
+from drafter.graphs import BlockBuffers, DraftGraphs
 from drafter.model import DraftBlock, DraftModel, ProposalAsk
 from drafter.selector import Selector, selector_for
 from drafter.service import DraftService, Engine
@@ -65,17 +66,21 @@ class Drafting:
     memory: ContextMemory
     model: DraftModel
     selector: Selector
+    graphs: DraftGraphs
 
     def append(self, *pieces: tuple[Context, Tensor]) -> Append:
         """Materializes rows of several contexts at once."""
         append = self.memory.append([(context, len(rows)) for context, rows in pieces])
-        self.model.materialize([rows for _, rows in pieces], append)
+        self.graphs.materialize([rows for _, rows in pieces], append)
         append.commit()
         return append
 
     def block(self, *asks: ProposalAsk) -> DraftBlock:
         """One masked block's inputs."""
-        return DraftBlock.of(asks, self.memory, self.config.fixed_width)
+        buffers = BlockBuffers(self.config, len(asks))
+        buffers.write(asks)
+        buffers.send()
+        return buffers.block(self.memory, self.memory.plan.pages_per_sequence)
 
 
 def write_target(folder: Path, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -175,7 +180,9 @@ def load() -> Callable[..., Drafting]:
         for cells in (memory.key_rings, memory.value_rings, memory.key_pages, memory.value_pages):
             cells.fill_(torch.nan)
         model = DraftModel(config.draft, weights, memory)
-        return Drafting(config, weights, memory, model, selector_for(config, weights))
+        selector = selector_for(config, weights)
+        graphs = DraftGraphs(config, model, selector)
+        return Drafting(config, weights, memory, model, selector, graphs)
 
     return load
 

@@ -26,6 +26,11 @@ def memory(window=8, local=1, full=1, sequences=3, max_context=200) -> ContextMe
     return ContextMemory(plan, CPU)
 
 
+def rows_of(memory, *contexts):
+    table = torch.tensor([(c.slot, c.coverage_first, c.frontier) for c in contexts])
+    return memory.rows(*table.unbind(1), memory.plan.pages_per_sequence)
+
+
 def advance(memory, context, count):
     append = memory.append([(context, count)])
     append.commit()
@@ -61,7 +66,7 @@ def test_pages_of_two_contexts_never_meet():
     held = memory(sequences=2, max_context=130)
     a, b = held.open(0), held.open(100)
     cells = [advance(held, context, 30).page_cells for context in (a, b)]
-    rows = held.rows([a, b])
+    rows = rows_of(held, a, b)
     for context, first, cell, table in zip((a, b), (0, 100), cells, rows.page_tables, strict=True):
         pages = [int(table[p // 64]) * 64 + p % 64 for p in range(first, first + 30)]
         assert cell.tolist() == [pages]
@@ -74,8 +79,10 @@ def test_a_draft_without_a_kind_of_layer_plans_nothing_for_it():
     assert memory(local=0).key_rings.numel() == 0
     local_only = memory(full=0)
     context = local_only.open(0)
-    assert advance(local_only, context, 4).page_cells.numel() == 0
-    assert local_only.rows([context]).page_tables.shape == (1, 0)
+    assert advance(local_only, context, 4).page_cells.tolist() == [[-1] * 4]
+    assert rows_of(local_only, context).page_tables.shape == (1, 0)
+    full_only = memory(local=0)
+    assert advance(full_only, full_only.open(0), 4).ring_cells.tolist() == [[-1] * 4]
 
 
 def test_an_append_that_is_not_committed_moves_nothing():

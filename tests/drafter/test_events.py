@@ -20,7 +20,7 @@ from outrider.v1 import draft_service_pb2 as wire
 SEQUENCES, LIMIT = 4, 2
 
 
-class CountingModel:
+class CountingGraphs:
     """Proposes the frontier itself, so that a mixed-up row shows."""
 
     def __init__(self, memory):
@@ -29,11 +29,9 @@ class CountingModel:
     def materialize(self, features, append):
         assert len({id(context) for context, _ in append.contexts}) == len(append.contexts)
 
-    def draft_block(self, block):
-        return block.rows.frontiers.unsqueeze(1).expand(-1, block.most_live)
-
-    def select(self, hidden, block):
-        return Proposals(hidden % 160, torch.ones(len(hidden), dtype=torch.bool))
+    def draft(self, asks):
+        tokens = [[ask.context.frontier % 160] * ask.live + [-1] * (7 - ask.live) for ask in asks]
+        return Proposals(torch.tensor(tokens), torch.ones(len(asks), dtype=torch.bool)), None
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +40,7 @@ def drafting(make_pair, load):
 
 
 def rounds_over(drafting):
-    model = CountingModel(drafting.memory)
-    return DraftRounds(drafting.config, model, model, LIMIT, Counter())
+    return DraftRounds(drafting.config, CountingGraphs(drafting.memory), LIMIT, Counter())
 
 
 @st.composite
@@ -314,7 +311,7 @@ def test_twenty_thousand_sampled_rounds_grow_nothing(make_pair, load, features, 
         max_context=512,
     )
     counters: Counter[str] = Counter()
-    rounds = DraftRounds(loaded.config, loaded.model, loaded.selector, 8, counters)
+    rounds = DraftRounds(loaded.config, loaded.graphs, 8, counters)
     rows, epochs, frontiers = features(16), [0] * 8, [512] * 8
     resident = []
     with torch.inference_mode():

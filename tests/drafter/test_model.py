@@ -116,13 +116,13 @@ def test_any_width_equals_the_oracle(make_pair, load, features, draft_format, dr
     torch.testing.assert_close(hidden[0], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_dflash_computes_live_columns_and_dflash2_all(make_pair, load, features):
+def test_dflash_attends_live_columns_and_dflash2_all(make_pair, load, features):
     rows = features(12)
     for draft_format, width in (("dflash", 4), ("dflash2", 8)):
         pair = make_pair(draft_format, "lf", is_causal=False)
         drafting = load(pair)
         block = drafting.block(ask(fed(drafting, rows, [12]), live=3))
-        assert block.width == width
+        assert block.counts.tolist() == [width]
         hidden = drafting.model.draft_block(block)
         expected = oracle_hidden(pair, rows, 0, 5, width)
         torch.testing.assert_close(hidden[0, :4], expected[:4], atol=TOLERANCE, rtol=0)

@@ -5,9 +5,10 @@ line of four dashes, and everything the drafter answers to those commands, exact
 name its stream ("b open seq=1"); without a name it is stream a. The rows of a round are its
 indented lines.
 
-The model is scripted: it proposes anchor + 1, anchor + 2, ... and finds a sequence not finite once
-NaN features reached it. Everything else is the real thing. With OUTRIDER_REWRITE=1 the answers are
-written into the files instead of being compared; read the difference before committing it.
+What the device would do is scripted: it proposes anchor + 1, anchor + 2, ... and finds a sequence
+not finite once NaN features reached it. Everything else is the real thing. With OUTRIDER_REWRITE=1
+the answers are written into the files instead of being compared; read the difference before
+committing it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ import pytest
 import torch
 
 from drafter.context import Append, ContextMemory
-from drafter.model import DraftBlock
+from drafter.model import ProposalAsk
 from drafter.selector import Proposals
 from drafter.service import Engine
 from outrider import PROTOCOL_REVISION, faults, pair, serving, tensors
@@ -36,12 +38,15 @@ FOLDER = Path(__file__).parent / "transcripts"
 BOOM = 666.0  # a feature value that makes the model raise
 
 
-class ScriptedModel:
+class ScriptedGraphs:
     """Counts, proposes what follows the anchor, and remembers which slots took NaN."""
 
     def __init__(self, memory: ContextMemory) -> None:
         self.memory = memory
         self.poisoned: set[int] = set()
+
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def materialize(self, features: list[torch.Tensor], append: Append) -> None:
         for rows, (context, count) in zip(features, append.contexts, strict=True):
@@ -53,12 +58,10 @@ class ScriptedModel:
             elif context.frontier == context.coverage_first:
                 self.poisoned.discard(context.slot)
 
-    def draft_block(self, block: DraftBlock) -> torch.Tensor:
-        return block.anchors.unsqueeze(1) + torch.arange(1, block.most_live + 1)
-
-    def select(self, hidden: torch.Tensor, block: DraftBlock) -> Proposals:
-        finite = [slot not in self.poisoned for slot in block.rows.slots.tolist()]
-        return Proposals(hidden, torch.tensor(finite))
+    def draft(self, asks: list[ProposalAsk]) -> tuple[Proposals, None]:
+        tokens = torch.tensor([[ask.anchor + 1] for ask in asks]) + torch.arange(7)
+        finite = [ask.context.slot not in self.poisoned for ask in asks]
+        return Proposals(tokens, torch.tensor(finite)), None
 
 
 class WatchedEngine(Engine):
@@ -388,9 +391,8 @@ def blocks(text: str) -> Iterator[tuple[list[str], list[str], list[str]]]:
 def transcript(make_pair, load, serve) -> Transcript:
     tiny = make_pair("dflash", "lf", is_causal=False)
     drafting = load(tiny, draft_tokens=7, max_concurrency=4, max_context=256)
-    model = ScriptedModel(drafting.memory)
     geometry = pair.geometry(drafting.config.target, drafting.config.draft, "float32")
-    engine = WatchedEngine(drafting.config, geometry, model, model)
+    engine = WatchedEngine(drafting.config, geometry, ScriptedGraphs(drafting.memory))
     service, channel = serve(engine)
     stub = draft_service_pb2_grpc.DraftServiceStub(channel)
     return Transcript(engine, service, stub, drafting.config.feature_width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.model import DraftModel
+from drafter.graphs import DraftGraphs
 from tests.faults.doubles import Foretelling, plant
 from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import TAPS
@@ -22,16 +22,16 @@ def test_the_drafter_gets_the_residuals_of_every_committed_position(
     # every number of accepted drafts, so that every number of rows is pending at some time
     wrong = (3, 0, 7, 1, 2, 5, 4, 6)
     plant(monkeypatch, Foretelling([*ids, *continuation], wrong))
-    materialize = DraftModel.materialize
+    materialize = DraftGraphs.materialize
     arrived: dict[int, torch.Tensor] = {}
 
     def collected(self, features, append):
         for position, row in zip(append.positions[0].tolist(), torch.cat(features), strict=True):
             assert position not in arrived, "a position came twice"
             arrived[position] = row.clone()
-        materialize(self, features, append)
+        return materialize(self, features, append)
 
-    monkeypatch.setattr(DraftModel, "materialize", collected)
+    monkeypatch.setattr(DraftGraphs, "materialize", collected)
     pair, client = serve(dense, kind, draft_tokens=7, prefill_chunk=chunk)
     completion = client.generate(
         prompt_ids=ids, max_tokens=new_tokens, temperature=0, ignore_eos=True, return_rounds=True
