@@ -36,11 +36,12 @@ def encode(tensor: torch.Tensor) -> tensor_pb2.Tensor:
     """
     if tensor.dtype not in _WIRE:
         raise ValueError(f"tensor: expected float32, bfloat16 or int32, got {tensor.dtype}")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # numpy has no bfloat16, and of two bytes it need not know more
+    words = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
     return tensor_pb2.Tensor(
         dtype=_WIRE[tensor.dtype],
-        shape=list(tensor.shape),
-        data=flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"",
+        shape=tensor.shape,
+        data=words.numpy(force=True).tobytes(),
     )
 
 
