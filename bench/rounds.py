@@ -6,6 +6,9 @@ so that both share the machine's moods. transformers' cached greedy step on the 
 in the same process afterwards, as the outside peer. One table, and one JSON with ``--json``.
 
 Tokens a round and tokens per second are reported together: one without the other misleads.
+
+``--device cuda`` measures rounds instead, cell by cell, against the time that their bytes take: see
+``bench.device_rounds``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench import device_rounds
 from bench.lookup import tokens_per_round
 from bench.pair import describe, flag_line, served
 from outrider.checkpoint import bundled
@@ -213,16 +217,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--target", default=None, help="folder of the target (default: bundled)")
     parser.add_argument("--drafts", nargs="+", default=["dflash2", "dflash"])
-    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=None, metavar="K")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=160, help="the first comes from prefill")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=None, metavar="C")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--json", type=Path, default=None)
+    device_rounds.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    print(f"{flag_line(['bench.rounds', *(argv or sys.argv[1:])])}  [{describe()}]")
-    rows = [row for draft in arguments.drafts for row in run_pair(draft, arguments)]
+    about = f"{flag_line(['bench.rounds', *(argv or sys.argv[1:])])}  [{describe()}]"
+    if arguments.device.startswith("cuda"):
+        device_rounds.run(device_rounds.Options.of(arguments), about)
+        return
+    print(about)
+    rows = [
+        row
+        for draft in arguments.drafts
+        for draft_tokens in arguments.draft_tokens or [7]
+        for concurrency in arguments.concurrency or [1]
+        for row in run_pair(
+            draft,
+            argparse.Namespace(
+                **(vars(arguments) | {"draft_tokens": draft_tokens, "concurrency": concurrency})
+            ),
+        )
+    ]
     peer_ms = None if arguments.no_peer else transformers_step(arguments)
     show(rows, peer_ms)
     if arguments.json:

@@ -16,6 +16,7 @@ import pytest
 
 import bench.ops
 import bench.rounds
+import bench.wire
 import drafter.__main__
 import models.shortlist
 import models.train
@@ -40,6 +41,7 @@ HELP: dict[str, Callable[[], object]] = {
     "verifier": lambda: verifier.options.parse(["--help"]),
     "bench.ops": lambda: bench.ops.main(["--help"]),
     "bench.rounds": lambda: bench.rounds.main(["--help"]),
+    "bench.wire": lambda: bench.wire.main(["--help"]),
     "models.shortlist": lambda: models.shortlist.main(["--help"]),
     "models.train": lambda: models.train.parse(),
 }

@@ -4,70 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-import models
 from outrider.cli import info
 from outrider.client import Client, ClientError
+from tests.shrunken import save_shrunken
 from tests.tiny_pair import served
 from verifier.__main__ import start
 from verifier.options import VerifierOptions
 
-GEOMETRY = Path(models.__file__).parent / "geometry"
-# enough to keep every kind of layer, and the 3 V heads a K head of the 27B target
-SMALL_TEXT = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "intermediate_size": 96,
-    "eos_token_id": 7,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
-SMALL_ROPE = {"mrope_section": [2, 1, 1]}
-SMALL_DRAFT = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 2,
-    "num_target_layers": 4,
-    "layer_types": ["sliding_attention"] * 2,
-    "sliding_window": 16,
-}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
 @pytest.fixture(scope="module")
 def shrunken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 27B pair with every extent made small: folders with a config.json and nothing else."""
-    folder = tmp_path_factory.mktemp("shrunken")
-    target = json.loads((GEOMETRY / "qwen3.5-27b" / "config.json").read_text())
-    target["text_config"] |= SMALL_TEXT
-    target["text_config"]["rope_parameters"] |= SMALL_ROPE
-    draft = json.loads((GEOMETRY / "qwen3.5-27b-dflash2" / "config.json").read_text())
-    draft |= SMALL_DRAFT
-    draft["dflash_config"] |= {
-        "mask_token_id": 159,
-        "target_layer_ids": [0, 2, 3],
-        "selector_rank": 8,
-    }
-    for name, config in (("target", target), ("dflash2", draft)):
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_shrunken(tmp_path_factory.mktemp("shrunken"))
 
 
 def serve(folder: Path, **options: object):

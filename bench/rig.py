@@ -1,0 +1,295 @@
+"""A verifier under measurement: the real engine, and what its rounds say about themselves.
+
+``python -m bench.rig --records FILE VERIFIER-FLAGS`` serves as ``python -m verifier`` does, with
+the same engine, streams and kernels, and writes one JSON line a round. A request may give orders in
+its id (`Orders`), which no serving option can:
+
+- **rows**: hold rounds until so many requests of the cell are prefilled and the drafter has caught
+  up with each, so that all of a cell's rounds run with all of its rows;
+- **synthetic**: do not prefill; let the state, KV and features of the prompt be random values, but
+  for the last chunk, which is processed as ever;
+- **accept**: let preview and commit see this many accepted proposals, whatever was accepted. Every
+  kernel of the round still runs. THE OUTPUT IS THEN NOT THE TARGET'S.
+
+With ``--with-drafter`` a drafter runs in the same process, in threads of its own, over gRPC still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+import torch
+
+import drafter.__main__ as drafter_main
+import verifier.__main__ as verifier_main
+from bench.bandwidth import read_bandwidth
+from outrider.v1 import draft_service_pb2 as wire
+from verifier.acceptance import LicensedRow
+from verifier.drafter_link import Drafted, DrafterLink, Exchange
+from verifier.request import Request
+from verifier.rounds import LicensedBlock, Rounds, VerifiedBlock
+from verifier.sequence import Sequence as Row
+
+HOLD_S = 0.0002  # between looks while rows are gathered
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a request's id asks of the rig."""
+
+    cell: str
+    rows: int = 1
+    accept: int | None = None
+    synthetic: bool = False
+
+    def request_id(self, index: int) -> str:
+        """The id of the cell's ``index``-th request."""
+        fields = {name: int(v) for name, v in asdict(self).items() if isinstance(v, int)}
+        return f"bench?{urlencode({'cell': self.cell, 'index': index, **fields})}"
+
+    @classmethod
+    def of(cls, request: Request) -> Orders | None:
+        """The orders in a request's id; None where it gives none."""
+        name, _, query = request.request_id.partition("?")
+        if name != "bench":
+            return None
+        fields = {name: values[0] for name, values in parse_qs(query).items()}
+        accept = fields.get("accept")
+        return cls(
+            cell=fields["cell"],
+            rows=int(fields["rows"]),
+            accept=None if accept is None else int(accept),
+            synthetic=fields["synthetic"] == "1",
+        )
+
+
+class Records:
+    """Lines of JSON, kept in memory while rounds run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[dict[str, Any]] = []
+
+    def add(self, **values: Any) -> None:
+        """Keeps one line."""
+        self._lines.append(values)
+
+    def flush(self) -> None:
+        """Writes what was kept; of messages, how many bytes they have."""
+        with self._path.open("a") as file:
+            for line in self._lines:
+                messages = {name: line.pop(name, ()) for name in ("sent", "received")}
+                sizes = {f"{k}_bytes": sum(m.ByteSize() for m in v) for k, v in messages.items()}
+                file.write(json.dumps(line | sizes) + "\n")
+        self._lines.clear()
+
+
+class MeasuredLink(DrafterLink):
+    """A link that remembers its last exchange."""
+
+    sent: tuple[wire.RoundRow, ...] = ()
+    reply: wire.RoundReply | None = None
+    waited_ns = 0
+
+    def exchange(self, *arguments: Any, **options: Any) -> Exchange:
+        """See `DrafterLink`."""
+        started = time.monotonic_ns()
+        try:
+            return super().exchange(*arguments, **options)
+        finally:
+            self.waited_ns = time.monotonic_ns() - started
+
+    def _send_round(self, rows: Sequence[wire.RoundRow]) -> None:
+        self.sent = tuple(rows)
+        super()._send_round(rows)
+
+    def _answer(self, reply: wire.RoundReply) -> wire.RoundReply | None:
+        self.reply = reply
+        return super()._answer(reply)
+
+
+class MeasuredRounds(Rounds):
+    """Rounds that follow `Orders` and leave a record each."""
+
+    records: Records
+    link: MeasuredLink
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._begun: set[str] = set()
+        self._features: torch.Tensor | None = None
+        state = self.blocks.target.state
+        generator = torch.Generator(state.gdn.device).manual_seed(0)
+        for layer in (*state.key_pages, *state.value_pages):
+            layer.normal_(generator=generator)
+
+    # ---- a prompt that is not processed -------------------------------------------------------
+
+    def prefill(self, sequence: Row) -> None:
+        """See `Rounds`."""
+        orders = Orders.of(sequence.request)
+        if orders is not None and orders.synthetic:
+            self._skip_to_last_chunk(sequence)
+        super().prefill(sequence)
+
+    def _skip_to_last_chunk(self, sequence: Row) -> None:
+        first, end = sequence.frontier, (sequence.prompt_end - 1) // self.chunk * self.chunk
+        if first >= end:
+            return
+        state, slot = self.blocks.target.state, sequence.residency.state_slot
+        state.gdn[:, slot].normal_(std=0.1)
+        state.conv_history[:, slot].normal_()
+        context = sequence.context
+        if context is not None:
+            self.link.ensure_open(context, first, sequence.prompt_end)
+            wanted = self.link.wanted_from(context)
+            if wanted is not None and wanted < end:
+                self.link.extend(context, wanted, self._feature_rows(end - wanted))
+        sequence.frontier = end
+
+    def _feature_rows(self, count: int) -> torch.Tensor:
+        """Random feature rows [count, taps * H]; all alike, so that they take no memory."""
+        target = self.blocks.target
+        if self._features is None:
+            self._features = torch.randn(1, target.feature_width).to(target.dtype)
+        return self._features.expand(count, -1)
+
+    # ---- a round ------------------------------------------------------------------------------
+
+    def run(self, rows: Sequence[Row]) -> None:
+        """See `Rounds`."""
+        orders = Orders.of(rows[0].request)
+        if orders is None:
+            super().run(rows)
+            return
+        if orders.cell not in self._begun and not self._gathered(rows, orders.rows):
+            self._take_arrived()
+            self.link.pump(drafting=False)
+            time.sleep(HOLD_S)
+            return
+        self._begun.add(orders.cell)
+        before = [row.frontier for row in rows]
+        proposed = [row.usage.proposed for row in rows]
+        accepted = [row.usage.accepted for row in rows]
+        self.link.sent, self.link.reply, self.link.waited_ns = (), None, 0
+        started = time.monotonic_ns()
+        super().run(rows)
+        self._record(
+            cell=orders.cell,
+            arrival_ns=min(row.request.arrival_ns for row in rows),
+            started_ns=started,
+            ended_ns=time.monotonic_ns(),
+            frontiers=before,
+            proposed=[row.usage.proposed - n for row, n in zip(rows, proposed, strict=True)],
+            accepted=[row.usage.accepted - n for row, n in zip(rows, accepted, strict=True)],
+        )
+        if all(row.finished for row in rows):
+            self.records.add(cell=orders.cell, ended=True)
+            self.records.flush()
+
+    def _gathered(self, rows: Sequence[Row], wanted: int) -> bool:
+        caught_up = all(r.context is None or not self.link.has_backlog(r.context) for r in rows)
+        return len(rows) >= wanted and caught_up
+
+    def _record(self, **values: Any) -> None:
+        times, sent, reply = self.blocks.times, self.link.sent, self.link.reply
+        self.records.add(
+            **values,
+            verify_ns=times.verify_ns,
+            previous_commit_ns=times.commit_ns,
+            waited_ns=self.link.waited_ns,
+            draft_ns=0 if reply is None else reply.draft_ns + reply.materialize_ns,
+            service_ns=0 if reply is None else reply.service_ns,
+            sent=sent,
+            received=() if reply is None else (reply,),
+        )
+
+    def accept(self, source: Any) -> LicensedBlock:
+        """See `Rounds`."""
+        block = super().accept(source)
+        if not isinstance(source, VerifiedBlock):
+            return block
+        licensed = [
+            simulated(allowed, drafted, Orders.of(row.request))
+            for allowed, drafted, row in zip(block.licensed, block.drafted, block.rows, strict=True)
+        ]
+        return replace(block, licensed=tuple(licensed))
+
+
+def simulated(allowed: LicensedRow, drafted: Drafted | None, orders: Orders | None) -> LicensedRow:
+    """What preview and commit see instead of ``allowed`` when orders say how much is accepted."""
+    if orders is None or orders.accept is None or drafted is None or not allowed.finite:
+        return allowed
+    accepted = min(orders.accept, len(drafted.token_ids))
+    tokens = (*drafted.token_ids[:accepted], allowed.token_ids[-1])
+    return replace(allowed, token_ids=tokens, accepted=accepted, logprobs=())
+
+
+class MeasuredPlan(verifier_main.Plan):
+    """A plan that tells the records what it holds."""
+
+    records: Records
+
+    def summary(self) -> dict[str, object]:
+        """See `Plan`."""
+        summary = super().summary()
+        self.records.add(plan=summary)
+        self.records.flush()
+        return summary
+
+
+def describe_device(device: torch.device) -> dict[str, str]:
+    """Name and driver."""
+    if device.type != "cuda":
+        return {"name": "cpu"}
+    import subprocess
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    shown = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return {"name": torch.cuda.get_device_name(device), "nvidia_smi": shown.strip()}
+
+
+def install(records: Records) -> None:
+    """Puts the measured parts in the place of those that `verifier.__main__` builds with."""
+    MeasuredRounds.records = MeasuredPlan.records = records
+    verifier_main.Rounds = MeasuredRounds  # type: ignore[misc]
+    verifier_main.DrafterLink = MeasuredLink  # type: ignore[misc]
+    verifier_main.Plan = MeasuredPlan  # type: ignore[misc]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m bench.rig", description=__doc__)
+    parser.add_argument("--records", type=Path, required=True, help="JSON lines are added here")
+    parser.add_argument("--with-drafter", metavar="FLAGS", help="a drafter's command line")
+    own, flags = parser.parse_known_args(argv)
+    records = Records(own.records)
+    install(records)
+    print("bench.rig: A BENCHMARK: accepted counts and contexts may be invented", file=sys.stderr)
+    inside = None
+    if own.with_drafter is not None:
+        options, _ = drafter_main.parse(shlex.split(own.with_drafter))
+        inside = drafter_main.start(options)
+        flags = [*flags, f"--drafter={inside.address}"]
+    from verifier.options import parse
+
+    device = parse(flags).device
+    records.add(device=describe_device(device), read_bytes_per_second=read_bandwidth(device))
+    try:
+        return verifier_main.main(flags)
+    finally:
+        if inside is not None:
+            inside.stop(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
