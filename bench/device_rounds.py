@@ -398,7 +398,10 @@ def run_prefill(client: Client, pair: Pair, length: int, draft_tokens: int) -> d
             draft_tokens=draft_tokens,
             timeout=300,
         )
-        drafted = next(r for r in _records(pair.records, orders.cell) if any(r["proposed"]))
+        records = _records(pair.records, orders.cell)
+        drafted = next((r for r in records if any(r["proposed"])), None)
+        if drafted is None:
+            raise RuntimeError("nothing was proposed")
         # its reply says that the context has caught up
         reached = drafted["started_ns"] + drafted["waited_ns"] - drafted["arrival_ns"]
         if repeat:
@@ -475,7 +478,10 @@ def run(options: Options, about: str) -> None:
             )
             print(f"K={width}: ready after {pair.start_s:.1f} s", flush=True)
             if prefill:
-                report.keep(**{prefill_key: run_prefill(client, pair, options.prefill, width)})
+                try:
+                    report.keep(**{prefill_key: run_prefill(client, pair, options.prefill, width)})
+                except (ClientError, RuntimeError) as error:
+                    print(f"{prefill_key}: {error}", flush=True)
             for cell in waiting:
                 if time.monotonic() > stop_at:
                     break
