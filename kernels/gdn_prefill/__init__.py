@@ -12,7 +12,8 @@ Shapes: C = 2*Hk*Dk + Hv*Dv. projected [T, C], a and b [T, Hv], conv_weight [C, 
 Domain: T >= 1, all columns live. A fresh sequence has zeros in its slot.
 Numerics: as `kernels.gdn_verify`, but summed in chunks of 64 columns, the sums G kept so that
     their differences are exact to FP32: equal to column by column up to FP32 rounding, and not bit
-    for bit; neither are two ways of cutting a prompt into calls.
+    for bit; neither are two ways of cutting a prompt into calls. With a projected of 16 bits a form
+    may also round to its dtype what enters a product of matrices; the state is summed in FP32.
 Effects: writes the slot's state and its history (the last 3 raw columns). Other slots stay.
 """
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-COMPILED = {"test_compile.py", "test_compile_draft.py"}
+COMPILED = {"test_compile.py", "test_compile_draft.py", "test_compile_prefill.py"}
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
