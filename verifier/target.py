@@ -23,6 +23,7 @@ from kernels.gdn_verify import GdnRecord, gdn_verify
 from kernels.head_norm_rope import head_norm_rope
 from kernels.linear import linear
 from kernels.moe import moe
+from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
 from verifier.config import TargetConfig
@@ -286,17 +287,22 @@ class Target:
                 dim=-1,
             )
         )
-        attended = causal_attention(
+        block = (
             self._rotated(query, attention.query_gain, span),
             self._rotated(key, attention.key_gain, span),
             value,
             gate,
-            self.state.key_pages[layer],
-            self.state.value_pages[layer],
-            span.page_tables,
-            span.frontiers,
-            span.counts,
         )
+        pages = self.state.key_pages[layer], self.state.value_pages[layer]
+        if span.records is None:
+            # one sequence, all of its columns live
+            query, key, value, gate = (part[0] for part in block)
+            place = span.page_tables[0], span.frontiers[0]
+            attended = prefill_attention(query, key, value, gate, *pages, *place).unsqueeze(0)
+        else:
+            attended = causal_attention(
+                *block, *pages, span.page_tables, span.frontiers, span.counts
+            )
         return linear(attended, attention.output)
 
     def _rotated(self, heads: Tensor, gain: Tensor, span: _Span) -> Tensor:
