@@ -196,6 +196,51 @@ class Plan:
 
     def build(self, checkpoint: Checkpoint, running: Running) -> tuple[Engine, Backend]:
         """Loads weights, allocates state and wires the engine."""
+        options = self.options
+        blocks = self.load_blocks(checkpoint)
+        text = Text.load(checkpoint)
+        link = DrafterLink(
+            options.drafter,
+            self.hello(),
+            row_bytes=self.row_bytes,
+            window=self.draft.window,
+            all_local=self.draft.full_layer_count == 0,
+            timeout_ns=options.draft_timeout_ms * 1_000_000,
+            backlog_rows=self.backlog_rows(),
+            on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
+        )
+        rounds = Rounds(
+            blocks,
+            link,
+            draft_tokens=self.draft_tokens,
+            max_context=self.max_context,
+            chunk=options.prefill_chunk,
+        )
+        engine = Engine(
+            rounds,
+            blocks.target.state,
+            text,
+            lanes=options.max_concurrency,
+            max_queue=options.max_queue,
+            queue_timeout_ns=options.queue_timeout_ms * 1_000_000,
+        )
+        backend = Backend.of(
+            engine,
+            text,
+            self.model_facts(),
+            ServerFacts(
+                options.max_concurrency,
+                options.max_queue,
+                str(options.device),
+                options.dtype,
+                options.load_format,
+            ),
+            generation_config=checkpoint.generation_config if options.model_defaults else None,
+        )
+        return engine, backend
+
+    def load_blocks(self, checkpoint: Checkpoint) -> Blocks:
+        """Loads weights, allocates all memory and captures the graphs of a round."""
         options, config = self.options, self.config
         with serving.LoadingProgress("target") as progress:
             weights = load_weights(
@@ -217,17 +262,6 @@ class Plan:
         tables = SamplingTables(
             options.max_concurrency, config.vocab_size, config.public_vocab, options.device
         )
-        text = Text.load(checkpoint)
-        link = DrafterLink(
-            options.drafter,
-            self.hello(),
-            row_bytes=self.row_bytes,
-            window=self.draft.window,
-            all_local=self.draft.full_layer_count == 0,
-            timeout_ns=options.draft_timeout_ms * 1_000_000,
-            backlog_rows=self.backlog_rows(),
-            on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
-        )
         blocks = Blocks(
             Target(config, weights, state, self.draft.target_layer_ids),
             tables,
@@ -239,35 +273,7 @@ class Plan:
         )
         self.sizes += [("sampling tables", tables.byte_count()), *blocks.plan()]
         self.captured = (blocks.replays.graph_count, round(blocks.capture_seconds, 1))
-        rounds = Rounds(
-            blocks,
-            link,
-            draft_tokens=self.draft_tokens,
-            max_context=self.max_context,
-            chunk=options.prefill_chunk,
-        )
-        engine = Engine(
-            rounds,
-            state,
-            text,
-            lanes=options.max_concurrency,
-            max_queue=options.max_queue,
-            queue_timeout_ns=options.queue_timeout_ms * 1_000_000,
-        )
-        backend = Backend.of(
-            engine,
-            text,
-            self.model_facts(),
-            ServerFacts(
-                options.max_concurrency,
-                options.max_queue,
-                str(options.device),
-                options.dtype,
-                options.load_format,
-            ),
-            generation_config=checkpoint.generation_config if options.model_defaults else None,
-        )
-        return engine, backend
+        return blocks
 
     def hello(self) -> wire.Hello:
         """The first message of every stream to the drafter."""

@@ -344,11 +344,17 @@ class DrafterLink:
             )
         )
 
-    def exchange(self, asks: Sequence[Ask]) -> Exchange:
+    def exchange(
+        self, asks: Sequence[Ask], meanwhile: Callable[[], None] = lambda: None
+    ) -> Exchange:
         """Sends one Round with every row that has caught up; waits if a proposal was asked for.
 
         Rows whose context is closed or behind get no proposal. Never raises: a lost, slow or
         confused drafter yields fewer proposals.
+
+        Args:
+            asks: The rows.
+            meanwhile: Called once the Round is on its way, before the wait.
         """
         started = time.monotonic_ns()
         self.poll()
@@ -365,6 +371,7 @@ class DrafterLink:
         self._send_round(rows)
         if not wants:
             return NOTHING
+        meanwhile()
         reply = self._wait_for_reply()
         if reply is None:
             self.counters["rounds_without_reply"] += 1

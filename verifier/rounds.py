@@ -12,8 +12,10 @@ licenses and N <= L what is committed and published.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -104,6 +106,7 @@ class Rounds:
         self.draft_tokens = draft_tokens
         self.max_context = max_context
         self.chunk = chunk
+        self._outbox: list[Callable[[], None]] = []
         # feature rows of prompts that are still being copied to the host
         self._arriving: list[tuple[Sequence, HostRows]] = []
 
@@ -123,6 +126,7 @@ class Rounds:
             last=end == sequence.prompt_end,
             features_from=self._wanted_from(sequence),
         )
+        self.deliver()
         sequence.frontier = end
         # the rows of earlier chunks were copied while this one was being launched
         self._take_arrived()
@@ -186,7 +190,7 @@ class Rounds:
                         seed=sampling.seed,
                     )
                 )
-        exchange = self.link.exchange(asks)
+        exchange = self.link.exchange(asks, meanwhile=self.deliver)
         for row in rows:
             row.usage.draft_ns += exchange.draft_ns
             row.usage.wire_ns += exchange.wire_ns
@@ -201,6 +205,7 @@ class Rounds:
         block = self.blocks.verify(
             [block_row(r, d) for r, d in zip(proposal.rows, proposal.drafted, strict=True)]
         )
+        self.deliver()
         return VerifiedBlock(proposal, block)
 
     def accept(self, source: VerifiedBlock | PrefilledPrompt) -> LicensedBlock:
@@ -309,25 +314,35 @@ class Rounds:
         return RoundTrace(first, proposed, accepted, kept)
 
     def publish(self, committed: CommittedBlock) -> None:
-        """Sends what was committed; a client that left gets nothing."""
+        """Publishes what was committed; it reaches the clients with the next `deliver`."""
         now = time.monotonic_ns()
         for row, delta, ending in zip(
             committed.rows, committed.deltas, committed.endings, strict=True
         ):
-            ticket = row.ticket
             if row.usage.output_tokens and not row.usage.ttft_ns:
-                row.usage.ttft_ns = now - ticket.request.arrival_ns
-            if delta is not None and not ticket.sink.gone:
-                ticket.sink.delta(delta)
-            if ending is None:
-                continue
-            row.finished = True
+                row.usage.ttft_ns = now - row.request.arrival_ns
             if isinstance(ending, Finish):
-                row.usage.total_ns = now - ticket.request.arrival_ns
-                if not ticket.sink.gone:
-                    ticket.sink.finish(ending)
-            else:
-                row.end(ending)
+                row.finished = True
+                row.usage.total_ns = now - row.request.arrival_ns
+            finish = ending if isinstance(ending, Finish) else None
+            self._outbox.append(partial(row.ticket.publish, delta, finish))
+            if ending is not None and not isinstance(ending, Finish):
+                self.end(row, ending)
+
+    def end(self, row: Sequence, outcome: FinishReason | FaultError) -> None:
+        """Ends a row before its time; its client hears of it after everything published before."""
+        row.finished = True
+        self._outbox.append(partial(row.end, outcome))
+
+    def deliver(self) -> None:
+        """Tells the clients what was published and what ended.
+
+        Called where the engine waits anyway, for the drafter or the device: it wakes the server's
+        loop, and that takes the interpreter's lock away for a while.
+        """
+        outbox, self._outbox = self._outbox, []
+        for tell in outbox:
+            tell()
 
 
 def block_row(row: Sequence, drafted: Drafted | None) -> BlockRow:

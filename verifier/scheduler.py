@@ -177,6 +177,7 @@ class Engine:
                     self._end_all(FaultError("INTERNAL", "engine: a turn failed; see the log"))
                     continue
                 if not ran:
+                    self._rounds.deliver()
                     # a timeout, not only the event: deadlines pass without one
                     self._wake.wait(0.05 if self._live else 1.0)
             self._end_all(FaultError("DRAINING", "server: stopped before the request ended"))
@@ -252,7 +253,7 @@ class Engine:
             fault = FaultError("INTERNAL", f"engine: {phase} failed: {type(error).__name__}")
             for row in rows:
                 if not row.finished:
-                    row.end(fault)
+                    self._rounds.end(row, fault)
         for row in rows:
             if row.finished:
                 self._release(row)
@@ -294,12 +295,12 @@ class Engine:
             if outcome is not None:
                 with self._lock:
                     self._waiting.remove(ticket)
-                ticket.end(outcome, Usage(seed=ticket.request.sampling.seed))
                 self._forget(ticket)
+                ticket.end(outcome, Usage(seed=ticket.request.sampling.seed))
         for sequence in list(self._resident):
             ending = sequence.ticket.cancellation()
             if ending is not None:
-                sequence.end(ending)
+                self._rounds.end(sequence, ending)
                 self._release(sequence)
 
     def _waited_too_long(self, ticket: Ticket) -> FaultError | None:
@@ -347,8 +348,9 @@ class Engine:
         with self._lock:
             waiting, self._waiting = list(self._waiting), deque()
         for ticket in waiting:
-            ticket.end(fault, Usage())
             self._forget(ticket)
+            ticket.end(fault, Usage())
         for sequence in list(self._resident):
-            sequence.end(fault)
+            self._rounds.end(sequence, fault)
             self._release(sequence)
+        self._rounds.deliver()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.faults import FaultError
 from verifier.drafter_link import Context
 from verifier.preview import OutputSession
-from verifier.request import Finish, FinishReason, Request, Sink, Usage
+from verifier.request import Delta, Finish, FinishReason, Request, Sink, Usage
 from verifier.state import Residency
 
 
@@ -33,6 +33,13 @@ class Ticket:
         if deadline is not None and time.monotonic_ns() >= deadline:
             return FaultError("DEADLINE_EXPIRED", "request: its deadline passed")
         return None
+
+    def publish(self, delta: Delta | None, finish: Finish | None) -> None:
+        """Hands the client tokens, the end or both; one that left gets nothing."""
+        if delta is not None and not self.sink.gone:
+            self.sink.delta(delta)
+        if finish is not None and not self.sink.gone:
+            self.sink.finish(finish)
 
     def end(self, outcome: FinishReason | FaultError, usage: Usage) -> None:
         """Tells the client how an unfinished sample ended, unless it left."""
@@ -63,8 +70,7 @@ class Sequence:
     finished: bool = False
 
     def end(self, outcome: FinishReason | FaultError) -> None:
-        """Ends it before its time: an abort still publishes what was held back."""
-        self.finished = True
+        """Tells its client that it ended early: an abort still publishes what was held back."""
         sink = self.ticket.sink
         if not isinstance(outcome, FaultError) and not sink.gone:
             held = self.session.flush()

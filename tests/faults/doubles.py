@@ -172,9 +172,9 @@ def overhear(monkeypatch: pytest.MonkeyPatch) -> Overheard:
             heard.proposals.append((ask, drafted))
         return drafted
 
-    def exchanged(self, asks):
+    def exchanged(self, asks, **options):
         heard.batches.append(tuple(ask.temperature for ask in asks if ask.live))
-        return exchange(self, asks)
+        return exchange(self, asks, **options)
 
     def extended(self, context, first_position, rows):
         heard.features.append((first_position, len(rows)))

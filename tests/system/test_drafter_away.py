@@ -12,6 +12,7 @@ import pytest
 import drafter.__main__ as drafter_process
 import verifier.__main__ as verifier_process
 from drafter.config import DrafterOptions
+from drafter.model import DraftModel
 from outrider.client import Client
 from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import Pair
@@ -136,15 +137,14 @@ def wait_for_rounds(running: verifier_process.Running, count: int) -> None:
 def test_a_hung_drafter_costs_one_deadline_and_no_request(dense, serve, oracle, monkeypatch):
     pair, client = serve(dense, "dflash2", draft_tokens=K, draft_timeout_ms=200)
     hang = threading.Event()
-    model = pair.drafter._service._engine._model
-    whole = type(model).draft_block
+    whole = DraftModel.draft_block
 
     def hangs(self, *arguments, **keywords):
         if not hang.is_set():
             hang.wait(5)
         return whole(self, *arguments, **keywords)
 
-    monkeypatch.setattr(type(model), "draft_block", hangs)
+    monkeypatch.setattr(DraftModel, "draft_block", hangs)
     completion = client.generate(
         prompt_ids=prompt(20), max_tokens=30, temperature=0, ignore_eos=True
     )
@@ -159,8 +159,7 @@ def test_a_hung_drafter_costs_one_deadline_and_no_request(dense, serve, oracle, 
 
 def test_an_exception_in_the_drafter_is_a_loss_not_an_error(dense, serve, oracle, monkeypatch):
     pair, client = serve(dense, "dflash2", draft_tokens=K)
-    model = pair.drafter._service._engine._model
-    whole = type(model).draft_block
+    whole = DraftModel.draft_block
     calls = []
 
     def breaks_once(self, *arguments, **keywords):
@@ -169,7 +168,7 @@ def test_an_exception_in_the_drafter_is_a_loss_not_an_error(dense, serve, oracle
             raise RuntimeError("planted")
         return whole(self, *arguments, **keywords)
 
-    monkeypatch.setattr(type(model), "draft_block", breaks_once)
+    monkeypatch.setattr(DraftModel, "draft_block", breaks_once)
     completion = client.generate(
         prompt_ids=prompt(20), max_tokens=200, temperature=0, ignore_eos=True
     )

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import planted
 from kernels.replay import Replays
 from outrider.checkpoint import Checkpoint, bundled
 from outrider.pair import TargetFacts
 from tests.tiny_target import TEXT, Variant, save_target
 from verifier.acceptance import SamplingTables
-from verifier.blocks import BlockRow, Blocks, rounded_up, table_lengths
+from verifier.blocks import Blocks, rounded_up, table_lengths
 from verifier.config import TargetConfig
-from verifier.request import Request, Sampling
+from verifier.request import Sampling
 from verifier.state import TargetState
 from verifier.target import Target
 from verifier.weights import load_weights
@@ -56,64 +57,8 @@ def make_blocks(
     )
 
 
-class Resident:
-    """One sequence, decoded by hand."""
-
-    def __init__(self, blocks: Blocks, prompt: Sequence[int], sampling: Sampling) -> None:
-        self.blocks = blocks
-        self.prompt = tuple(prompt)
-        residency = blocks.target.state.acquire(len(prompt) + NEW_TOKENS + WIDTH)
-        assert residency is not None
-        self.residency = residency
-        request = Request(
-            "r",
-            0,
-            self.prompt,
-            sampling,
-            NEW_TOKENS,
-            0,
-            (),
-            frozenset(),
-            None,
-            WIDTH - 1,
-            False,
-            0,
-            None,
-        )
-        blocks.tables.admit(residency.lane, request)
-        for first in range(0, len(prompt), CHUNK):
-            end = min(len(prompt), first + CHUNK)
-            block, _ = blocks.prefill(
-                residency, prompt[first:end], first, last=end == len(prompt), features_from=None
-            )
-        assert block is not None
-        (licensed,) = blocks.accept(block, [None])
-        blocks.commit(block, [1])
-        self.output = list(licensed.token_ids)
-
-    @property
-    def done(self) -> bool:
-        return len(self.output) >= NEW_TOKENS
-
-    def row(self, proposals: Sequence[int]) -> BlockRow:
-        frontier = len(self.prompt) + len(self.output) - 1
-        anchor = self.output[-1]
-        return BlockRow(self.residency, frontier, len(self.output), (anchor, *proposals))
-
-    def release(self) -> list[int]:
-        self.blocks.target.state.release(self.residency)
-        return self.output[:NEW_TOKENS]
-
-
 def plain_run(blocks: Blocks, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-    with torch.inference_mode(), blocks.replays.stream():
-        resident = Resident(blocks, prompt, sampling)
-        while not resident.done:
-            block = blocks.verify([resident.row(())])
-            (licensed,) = blocks.accept(block, [None])
-            blocks.commit(block, [1])
-            resident.output += licensed.token_ids
-        return resident.release()
+    return planted.plain_run(blocks, prompt, sampling, NEW_TOKENS, CHUNK)
 
 
 def planted_run(
@@ -123,32 +68,12 @@ def planted_run(
     draft_tokens: int,
     sampling: Sampling,
 ) -> tuple[list[list[int]], set[int]]:
-    """Outputs of all prompts side by side, and the numbers of columns that were kept."""
-    kept_counts: set[int] = set()
-    with torch.inference_mode(), blocks.replays.stream():
-        residents = [Resident(blocks, prompt, sampling) for prompt in prompts]
-        step = 0
-        while active := [(i, r) for i, r in enumerate(residents) if not r.done]:
-            rows = []
-            for index, resident in active:
-                at = len(resident.output)
-                proposals = list(foretold[index][at : at + draft_tokens])
-                wrong = (step + 3 * index) % (draft_tokens + 1)
-                if wrong < len(proposals):
-                    proposals[wrong] = (proposals[wrong] + 1) % blocks.tables.public_vocab
-                rows.append(resident.row(proposals))
-            block = blocks.verify(rows)
-            kept = []
-            for (_, resident), licensed in zip(
-                active, blocks.accept(block, [None] * len(rows)), strict=True
-            ):
-                assert licensed.finite
-                resident.output += licensed.token_ids
-                kept.append(len(licensed.token_ids))
-            blocks.commit(block, kept)
-            kept_counts.update(kept)
-            step += 1
-        return [resident.release() for resident in residents], kept_counts
+    run = planted.planted_run(blocks, prompts, foretold, draft_tokens, sampling, NEW_TOKENS, CHUNK)
+    return run.outputs, run.kept_counts
+
+
+def resident_of(blocks: Blocks) -> planted.Resident:
+    return planted.Resident(blocks, [1, 2, 3], planted.GREEDY, NEW_TOKENS, CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +92,7 @@ def prompts_of(count: int, vocab: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("draft_tokens", [1, 3, 7])
 def test_planted_proposals_change_no_greedy_token(tiny: Blocks, draft_tokens: int):
-    prompts, greedy = prompts_of(4, TEXT["vocab_size"]), Sampling(temperature=0.0)
+    prompts, greedy = prompts_of(4, TEXT["vocab_size"]), planted.GREEDY
     foretold = [plain_run(tiny, prompt, greedy) for prompt in prompts]
     together, kept = planted_run(tiny, prompts, foretold, draft_tokens, greedy)
     assert together == foretold
@@ -176,7 +101,7 @@ def test_planted_proposals_change_no_greedy_token(tiny: Blocks, draft_tokens: in
 
 def test_the_next_block_takes_the_records_of_the_one_before(tiny: Blocks):
     with torch.inference_mode():
-        resident = Resident(tiny, [1, 2, 3], Sampling(temperature=0.0))
+        resident = resident_of(tiny)
         older = tiny.verify([resident.row(())])
         tiny.verify([resident.row(())])
         with pytest.raises(AssertionError):
@@ -186,7 +111,7 @@ def test_the_next_block_takes_the_records_of_the_one_before(tiny: Blocks):
 
 def test_features_outlive_the_next_block(tiny: Blocks):
     with torch.inference_mode():
-        resident = Resident(tiny, [1, 2, 3], Sampling(temperature=0.0))
+        resident = resident_of(tiny)
         block = tiny.verify([resident.row((5, 6))])
         kept = tiny.features(block, 0, 2)
         before = kept.clone()
@@ -223,7 +148,7 @@ def held_out(count: int) -> list[list[int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft_tokens", [1, 3, 7])
 def test_on_a_device_bfloat16_tokens_depend_on_no_neighbour(on_device: Blocks, draft_tokens: int):
-    prompts, greedy = held_out(8), Sampling(temperature=0.0)
+    prompts, greedy = held_out(8), planted.GREEDY
     foretold = [plain_run(on_device, prompt, greedy) for prompt in prompts]
     assert [plain_run(on_device, prompt, greedy) for prompt in prompts[:2]] == foretold[:2]
     together, kept = planted_run(on_device, prompts, foretold, draft_tokens, greedy)
