@@ -15,8 +15,9 @@ Shapes:
 
 Domain:
     Destinations of live rows are distinct and below `cells`; a destination below 0 marks a dead
-    row. D is even. Which cell a position goes to (ring or page) is the caller's rule; a chunk
-    longer than a ring marks only its last rows live.
+    row. D is even. A layer's weight is contiguous; layers may lie apart. Which cell a position
+    goes to (ring or page) is the caller's rule; a chunk longer than a ring marks only its last
+    rows live.
 
 Numerics:
     FP32 throughout; frequencies and angles as in `head_norm_rope`, since the queries that meet

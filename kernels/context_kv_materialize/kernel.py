@@ -14,6 +14,10 @@ from torch import Tensor
 from kernels.checks import require_that
 from kernels.head_norm_rope.reference import frequencies
 
+# the same for any number of rows: it decides how the warps share a head, and so in which order the
+# squares of its elements are added
+_BLOCK_M = 16
+
 
 @triton.jit
 def _materialize_kernel(
@@ -31,6 +35,7 @@ def _materialize_kernel(
     cells,
     heads,
     D,
+    weight_layer,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -45,8 +50,8 @@ def _materialize_kernel(
     in_half = at_d < half
     across = tl.arange(0, BLOCK_K)
     context_at = context + at_m.to(tl.int64)[:, None] * H + across[None, :]
-    first_row = (layer * 2 * heads + line).to(tl.int64) * D
-    low_at = weight + (first_row + at_d)[None, :] * H + across[:, None]
+    weight += layer.to(tl.int64) * weight_layer
+    low_at = weight + (line.to(tl.int64) * D + at_d)[None, :] * H + across[:, None]
     high_at = low_at + half.to(tl.int64) * H
     low = tl.zeros([BLOCK_M, HALF], tl.float32)
     high = tl.zeros([BLOCK_M, HALF], tl.float32)
@@ -104,11 +109,11 @@ def context_kv_materialize(
     rows, H = context.shape[0] * context.shape[1], context.shape[2]
     if rows == 0 or layers == 0:
         return
-    for name, tensor in (("keys", keys), ("values", values), ("weight", key_value_weight)):
-        require_that(tensor.is_contiguous(), name, "a contiguous tensor", tuple(tensor.stride()))
+    # a layer's rows may be part of a larger matrix
+    for name, tensor in (("keys", keys), ("values", values), ("weight", key_value_weight[0])):
+        require_that(tensor.is_contiguous(), name, "contiguous cells", tuple(tensor.stride()))
     wide = context.dtype is torch.float32
-    block_m = 16 if rows <= 16 else 32
-    _materialize_kernel[(triton.cdiv(rows, block_m), layers * 2 * heads)](
+    _materialize_kernel[(triton.cdiv(rows, _BLOCK_M), layers * 2 * heads)](
         context.contiguous(),
         positions.contiguous(),
         destinations.contiguous(),
@@ -123,8 +128,9 @@ def context_kv_materialize(
         cells,
         heads,
         D,
+        key_value_weight.stride(0),
         PRECISION="ieee" if wide else "tf32",
-        BLOCK_M=block_m,
+        BLOCK_M=_BLOCK_M,
         BLOCK_K=32 if wide else 128,
         HALF=max(triton.next_power_of_2(D // 2), 16),
         num_warps=4,

@@ -87,20 +87,17 @@ CASES = {
         {"PAGED": False, "SPLIT": 256, "JOIN": 16, "TILE": 16, "BLOCK_D": 128},
         {},
     ),
-    **{
-        f"materialize-{rows}": (
-            "context_kv_materialize._materialize_kernel",
-            typed(
-                bf16="context weight keys",
-                fp16="values",
-                fp32="gain rates",
-                int64="positions destinations",
-            ),
-            {"PRECISION": "tf32", "BLOCK_M": rows, "BLOCK_K": 128, "HALF": 64},
-            {"num_stages": 3},
-        )
-        for rows in (16, 32)
-    },
+    "materialize": (
+        "context_kv_materialize._materialize_kernel",
+        typed(
+            bf16="context weight keys",
+            fp16="values",
+            fp32="gain rates",
+            int64="positions destinations",
+        ),
+        {"PRECISION": "tf32", "BLOCK_M": 16, "BLOCK_K": 128, "HALF": 64},
+        {"num_stages": 3},
+    ),
     "conv-norm": (
         "dynamic_grouped_conv._norm_kernel",
         typed(bf16="x upper rest", fp32="gain inverses"),

@@ -42,6 +42,20 @@ def test_live_cells_equal_reference_and_the_rest_stay(random, distance, dtype, D
         assert distance(actual[written], wanted[written]) < error
 
 
+def test_weights_may_be_part_of_a_larger_matrix(random, distance):
+    """The context's K and V rows lie behind the block's Q rows, layer by layer."""
+    arguments = list(case(random, [[5, 1, 23]], L=3))
+    expected = run(reference, arguments)
+    weight = arguments[3]
+    whole = torch.full((3, weight.shape[1] + 8, weight.shape[2]), NAN)
+    whole[:, 8:] = weight
+    arguments[3] = whole[:, 8:]
+    pairs = zip(run(context_kv_materialize, arguments), expected, strict=True)
+    for index, (actual, wanted) in enumerate(pairs):
+        written = ~wanted.isnan()
+        assert distance(actual[written], wanted[written]) < (1e-3 if index else 2e-6)
+
+
 def test_nothing_live_writes_nothing(random):
     keys, values = run(context_kv_materialize, case(random, [[-1, -1]]))
     assert keys.isnan().all()
