@@ -11,7 +11,7 @@ INPUTS := pyproject.toml constraints.txt
 LINTED := protos drafter verifier kernels models bench tests
 TYPED := protos/outrider drafter verifier kernels
 
-.PHONY: demo test soak lint protos clean
+.PHONY: demo test soak gpu-test lint protos clean
 
 # only a prompt given to make counts, and it is taken as it stands: no $ is expanded
 ifeq ($(origin PROMPT),command line)
@@ -30,6 +30,11 @@ test: $(VENV)/test.stamp
 # the minutes-long and statistical ones
 soak: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -q -m "slow and not gpu" --timeout 3600
+
+# needs a CUDA device, and so a torch that has CUDA: PYTEST=... names one that does
+PYTEST ?= $(BIN)/python -m pytest
+gpu-test:
+	$(PYTEST) -q -m gpu tests/kernels/gpu
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(LINTED)
