@@ -29,6 +29,7 @@ from drafter.model import ProposalAsk
 from drafter.selector import Proposals, not_finite
 from outrider import faults, tensors
 from outrider.faults import FaultError
+from outrider.shared_memory import OfferedMemory
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import status_pb2, tensor_pb2
 
@@ -84,6 +85,7 @@ class DraftRounds:
         graphs: DraftGraphs,
         max_concurrency: int,
         counters: Counter[str],
+        shared: OfferedMemory | None = None,
     ) -> None:
         self._config = config
         self._graphs = graphs
@@ -91,6 +93,7 @@ class DraftRounds:
         self._row_limit = max_concurrency  # B of this stream
         self._sequences = SequenceTable(graphs.memory, max_concurrency)
         self._round_index = 0
+        self._shared = shared  # None: features come in messages
         self._counters = counters
 
     def close(self) -> None:
@@ -230,7 +233,8 @@ class DraftRounds:
         return None
 
     def _features(self, event: wire.Features) -> wire.DraftRoundsResponse | None:
-        features = self._decode_features(event.rows)
+        shared = event.HasField("shared_rows")
+        features = self._decode_features(event.shared_rows if shared else event.rows)
         if self._sequences.is_stale(event.sequence_id, event.epoch):
             self._counters["stale_events"] += 1
             return None
@@ -299,13 +303,20 @@ class DraftRounds:
                 raise invalid("anchor", f"below {self._config.target.vocab_size}", wanted.anchor)
             if not math.isfinite(wanted.temperature):
                 raise invalid("temperature", "a finite number", wanted.temperature)
+        if request.HasField("shared_features"):
+            return Row(request, self._decode_features(request.shared_features))
         if not request.HasField("features"):
             return Row(request, None)
         return Row(request, self._decode_features(request.features))
 
-    def _decode_features(self, rows: tensor_pb2.Tensor) -> torch.Tensor:
-        shape = (None, self._config.feature_width)
-        features = tensors.decode(rows, shape, self._config.profile.activation)
+    def _decode_features(self, rows: tensor_pb2.Tensor | wire.SharedRows) -> torch.Tensor:
+        if isinstance(rows, wire.SharedRows):
+            if self._shared is None:
+                raise invalid("shared rows", "none, as no memory is shared", rows.row_count)
+            features = self._shared.rows(rows)
+        else:
+            shape = (None, self._config.feature_width)
+            features = tensors.decode(rows, shape, self._config.profile.activation)
         if not 1 <= len(features) <= FEATURE_ROWS_LIMIT:
             raise invalid("rows", f"1..{FEATURE_ROWS_LIMIT}", len(features))
         return features

@@ -23,6 +23,7 @@ from drafter.rounds import DraftRounds, invalid
 from outrider import PROTOCOL_REVISION, __version__, faults, pair
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
+from outrider.shared_memory import OfferedMemory
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
 
@@ -216,7 +217,10 @@ class Engine:
         self._expect_room(hello)
         stream.verifier_id = hello.verifier_id
         stream.max_concurrency = hello.max_concurrency
-        stream.rounds = DraftRounds(self.config, self._graphs, hello.max_concurrency, self.counters)
+        shared = self._shared_memory(hello)
+        stream.rounds = DraftRounds(
+            self.config, self._graphs, hello.max_concurrency, self.counters, shared
+        )
         self._streams[stream] = None
         self.counters["streams"] += 1
         log.info(
@@ -224,14 +228,23 @@ class Engine:
             verifier_id=hello.verifier_id.hex(),
             max_concurrency=hello.max_concurrency,
             max_context=hello.max_context,
+            shares_memory=shared is not None,
         )
         return wire.DraftRoundsResponse(
             welcome=wire.Welcome(
                 max_context=self.config.max_context,
                 max_message_bytes=MESSAGE_LIMIT,
                 version=__version__,
+                shares_memory=shared is not None,
             )
         )
+
+    def _shared_memory(self, hello: wire.Hello) -> OfferedMemory | None:
+        """What the verifier offers to share, if it can be had here."""
+        if not hello.HasField("shared_memory"):
+            return None
+        width, dtype = self.config.feature_width, self.config.profile.activation
+        return OfferedMemory.open(hello.shared_memory, width, dtype)
 
     def _expect_room(self, hello: wire.Hello) -> None:
         reserved = sum(stream.max_concurrency for stream in self._streams)

@@ -207,6 +207,7 @@ class Plan:
             all_local=self.draft.full_layer_count == 0,
             timeout_ns=options.draft_timeout_ms * 1_000_000,
             backlog_rows=self.backlog_rows(),
+            share_memory=options.shared_memory,
             on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
         )
         rounds = Rounds(

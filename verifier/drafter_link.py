@@ -23,6 +23,7 @@ import torch
 
 from outrider import faults, serving, tensors
 from outrider.faults import FaultError
+from outrider.shared_memory import FeatureMemory, on_this_host
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
 
@@ -118,9 +119,16 @@ NOTHING = Exchange({})
 
 
 class _Stream:
-    """One DraftRounds call: an outgoing queue and the call that drains it."""
+    """One DraftRounds call: an outgoing queue and the call that drains it.
 
-    def __init__(self, stub: draft_service_pb2_grpc.DraftServiceStub) -> None:
+    ``memory`` holds the features of its messages, once Welcome has said so; until then it is what
+    Hello offers.
+    """
+
+    def __init__(
+        self, stub: draft_service_pb2_grpc.DraftServiceStub, memory: FeatureMemory | None
+    ) -> None:
+        self.memory = memory
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
         self.call = stub.DraftRounds(self._requests())
 
@@ -157,6 +165,7 @@ class DrafterLink:
         backlog_rows: Unsent feature rows that one sequence may hold.
         on_event: Called from the link's thread when something arrived; must not block.
         credentials: Channel credentials; None is plain text.
+        share_memory: Whether features go through shared memory where the drafter is on this host.
     """
 
     def __init__(
@@ -171,6 +180,7 @@ class DrafterLink:
         backlog_rows: int,
         on_event: Callable[[], None],
         credentials: grpc.ChannelCredentials | None = None,
+        share_memory: bool = True,
     ) -> None:
         self.address = address
         self.counters: Counter[str] = Counter()
@@ -179,6 +189,9 @@ class DrafterLink:
         self._hello = hello
         self._width = hello.draft_tokens + 1
         self._message_rows = min(FEATURE_ROWS_PER_MESSAGE, FEATURE_MESSAGE_BYTES // row_bytes)
+        self._row_bytes = row_bytes
+        self._shares_memory = share_memory and on_this_host(address)
+        self._offered: FeatureMemory | None = None  # made, and not taken by any drafter yet
         self._window = window
         self._all_local = all_local
         self._timeout_ns = timeout_ns
@@ -335,14 +348,15 @@ class DrafterLink:
         assert rows is not None
         self._features_sent += 1
         self.counters["feature_rows"] += len(rows)
-        self._stream.send(
-            features=wire.Features(
-                sequence_id=context.sequence_id,
-                epoch=context.epoch,
-                first_position=first,
-                rows=tensors.encode(rows),
-            )
+        message = wire.Features(
+            sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
         )
+        memory = self._stream.memory
+        if memory is None:
+            message.rows.CopyFrom(tensors.encode(rows))
+        else:
+            message.shared_rows.CopyFrom(memory.put_message(rows))
+        self._stream.send(features=message)
 
     def exchange(
         self, asks: Sequence[Ask], meanwhile: Callable[[], None] = lambda: None
@@ -363,8 +377,10 @@ class DrafterLink:
             if not wants:
                 return NOTHING
             self._wait_for_reply()
+        if self._stream is not None and self._stream.memory is not None:
+            self._stream.memory.begin_round()
         rows = [self._row(ask) for ask in asks if self._is_current(ask.context)]
-        rows = [row for row in rows if row.HasField("features") or row.HasField("proposal")]
+        rows = [row for row in rows if _has_content(row)]
         if self._stream is None or not rows:
             return NOTHING
         wants = any(row.HasField("proposal") for row in rows)
@@ -401,7 +417,11 @@ class DrafterLink:
             sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
         )
         if rows is not None:
-            row.features.CopyFrom(tensors.encode(rows))
+            memory = None if self._stream is None else self._stream.memory
+            if memory is None:
+                row.features.CopyFrom(tensors.encode(rows))
+            else:
+                row.shared_features.CopyFrom(memory.put_round_rows(rows))
             self.counters["feature_rows"] += len(rows)
         if ask.live and self.drafts_at(ask.frontier) and context.sent_frontier == ask.frontier:
             row.proposal.frontier = ask.frontier
@@ -517,13 +537,20 @@ class DrafterLink:
         if self._stopping.is_set():
             return
         self._stream = stream
+        if not welcome.shares_memory:
+            stream.memory = None
         self._drafter_max_context = welcome.max_context
         self._round_index = 0  # it counts within a stream
         self._unanswered_round = None
         self._features_sent = self._features_answered = self._features_at_round = 0
         self.state, self.detail = "connected", ""
         self.counters["connections"] += 1
-        log.info("drafter_connected", address=self.address, version=welcome.version)
+        log.info(
+            "drafter_connected",
+            address=self.address,
+            version=welcome.version,
+            shares_memory=welcome.shares_memory,
+        )
 
     def _lose(self, stream: _Stream, detail: str) -> None:
         stream.close()
@@ -542,16 +569,20 @@ class DrafterLink:
             channel = self._channel()
             welcomed, detail, refused = False, "the stream ended", False
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
-            stream = _Stream(stub)
+            memory = self._memory_to_offer()
+            stream = _Stream(stub, memory)
             self._dialling = stream
             # a peer that takes the call and says nothing would hold the dial for ever
             silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
             silence.daemon = True
             silence.start()
             try:
-                stream.send(hello=self._hello)
+                stream.send(hello=self._greeting(memory))
                 for message in stream.call:
                     silence.cancel()
+                    if not welcomed:
+                        # whether it was taken or not, nobody will look for it any more
+                        self._withdraw_memory()
                     welcomed = True
                     self._deliver(_Arrived(stream, message))
             except grpc.RpcError as error:
@@ -563,6 +594,7 @@ class DrafterLink:
                 stream.close()
                 channel.close()
             if self._stopping.is_set():
+                self._withdraw_memory()
                 return
             if welcomed:
                 backoff = FIRST_BACKOFF_S
@@ -576,6 +608,35 @@ class DrafterLink:
             pause = REFUSED_BACKOFF_S if refused else backoff
             self._stopping.wait(pause * random.uniform(0.8, 1.2))
             backoff = min(LAST_BACKOFF_S, backoff * 2)
+        self._withdraw_memory()
+
+    def _memory_to_offer(self) -> FeatureMemory | None:
+        """Memory that no drafter has taken yet; None where there is none to share."""
+        if self._shares_memory and self._offered is None:
+            try:
+                self._offered = FeatureMemory(
+                    row_bytes=self._row_bytes,
+                    round_rows=self._hello.max_concurrency * self._width,
+                    message_rows=self._message_rows,
+                    messages=UNANSWERED_FEATURES,
+                )
+            except OSError as error:
+                self._shares_memory = False
+                log.warning("no_shared_memory", reason=str(error))
+        return self._offered
+
+    def _withdraw_memory(self) -> None:
+        if self._offered is not None:
+            self._offered.unlink()
+            self._offered = None
+
+    def _greeting(self, memory: FeatureMemory | None) -> wire.Hello:
+        if memory is None:
+            return self._hello
+        hello = wire.Hello()
+        hello.CopyFrom(self._hello)
+        hello.shared_memory.CopyFrom(memory.offer())
+        return hello
 
     def _channel(self) -> grpc.Channel:
         if self._credentials is None:
@@ -585,6 +646,10 @@ class DrafterLink:
     def _deliver(self, arrived: _Arrived) -> None:
         self._inbox.put(arrived)
         self._on_event()
+
+
+def _has_content(row: wire.RoundRow) -> bool:
+    return any(row.HasField(name) for name in ("features", "shared_features", "proposal"))
 
 
 def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Drafted:

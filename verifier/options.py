@@ -47,6 +47,7 @@ class VerifierOptions:
     queue_timeout_ms: int = 30_000
     draft_timeout_ms: int = DRAFT_TIMEOUT_MS["cpu"]
     feature_backlog_mib: int | None = None
+    shared_memory: bool = True  # for features, where the drafter is on this host
     checkpoint_slots: int = 0
     causal_local_layers: bool = False
     model_name: str | None = None
@@ -93,6 +94,7 @@ class VerifierOptions:
             queue_timeout_ms=arguments.queue_timeout_ms,
             draft_timeout_ms=timeout_ms,
             feature_backlog_mib=arguments.feature_backlog_mib,
+            shared_memory=arguments.shared_memory == "auto",
             checkpoint_slots=arguments.checkpoint_slots,
             causal_local_layers=arguments.causal_local_layers,
             model_name=arguments.model_name,

@@ -572,6 +572,13 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest wait for a round's proposals (default: 250 on cuda, 5000 on cpu)",
     )
     group.add_argument(
+        "--shared-memory",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto hands features to a drafter on this host in memory that both map "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--feature-backlog-mib",
         type=int,
         metavar="MIB",

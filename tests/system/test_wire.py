@@ -84,8 +84,8 @@ def round_lines(round_: wire.Round) -> Iterator[str]:
     yield f"> round {round_.round_index}"
     for row in round_.rows:
         line = f">   seq={row.sequence_id} epoch={row.epoch} first={row.first_position}"
-        if row.HasField("features"):
-            line += f" rows={row.features.shape[0]}"
+        if row.HasField("features") or row.HasField("shared_features"):
+            line += f" rows={row.shared_features.row_count or row.features.shape[0]}"
         if row.HasField("proposal"):
             wanted = row.proposal
             line += f" propose {wanted.live} at={wanted.frontier}"
@@ -114,7 +114,7 @@ LINES = {
     "open": lambda m: [f"> open seq={m.sequence_id} epoch={m.epoch} coverage={m.coverage_first}"],
     "features": lambda m: [
         f"> features seq={m.sequence_id} epoch={m.epoch} first={m.first_position} "
-        f"rows={m.rows.shape[0]}"
+        f"rows={m.shared_rows.row_count or m.rows.shape[0]}"
     ],
     "round": round_lines,
     "release": lambda m: [f"> release seq={m.sequence_id} epoch={m.epoch}"],
@@ -130,8 +130,9 @@ def words(line: str) -> dict[str, float]:
     return {name: float(value) if "." in value else int(value) for name, value in pairs}
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "in messages"])
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
-def test_transcript(dense, serve, oracle, monkeypatch, path):
+def test_transcript(dense, serve, oracle, monkeypatch, path, shared):
     head, *blocks = path.read_text().strip().split("\n\n")
     kind, *options = head.splitlines()[-1].split()
     settings = words(" ".join(["pair", *options]))
@@ -141,7 +142,7 @@ def test_transcript(dense, serve, oracle, monkeypatch, path):
         # the target's own continuation, with the proposal of that index spoilt in every round
         plant(monkeypatch, Foretelling([*ids, *greedy(oracle, ids, 60)], wrong=(int(wrong),)))
     tap = Tap(monkeypatch)
-    served, client = serve(dense, kind, **settings)
+    served, client = serve(dense, kind, shared_memory=shared, **settings)
     written = [head]
     for block in blocks:
         lines = block.splitlines()

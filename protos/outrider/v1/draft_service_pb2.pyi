@@ -134,7 +134,7 @@ class DraftGeometry(_message.Message):
     def __init__(self, format: _Optional[_Union[DraftFormat, str]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., window: _Optional[int] = ..., layer_count: _Optional[int] = ..., full_layer_count: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., public_vocab: _Optional[int] = ..., rope_theta: _Optional[float] = ..., activation_dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., target_config_digest: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., embedding_digest: _Optional[bytes] = ..., head_digest: _Optional[bytes] = ..., target_layer_count: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_revision", "verifier_id", "max_concurrency", "draft_tokens", "checkpoint_slots", "tree_nodes", "tree_paths", "geometry", "max_context", "max_message_bytes")
+    __slots__ = ("protocol_revision", "verifier_id", "max_concurrency", "draft_tokens", "checkpoint_slots", "tree_nodes", "tree_paths", "geometry", "max_context", "max_message_bytes", "shared_memory")
     PROTOCOL_REVISION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class Hello(_message.Message):
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     protocol_revision: int
     verifier_id: bytes
     max_concurrency: int
@@ -155,19 +156,40 @@ class Hello(_message.Message):
     geometry: DraftGeometry
     max_context: int
     max_message_bytes: int
-    def __init__(self, protocol_revision: _Optional[int] = ..., verifier_id: _Optional[bytes] = ..., max_concurrency: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., checkpoint_slots: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., tree_paths: _Optional[int] = ..., geometry: _Optional[_Union[DraftGeometry, _Mapping]] = ..., max_context: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    shared_memory: SharedMemoryOffer
+    def __init__(self, protocol_revision: _Optional[int] = ..., verifier_id: _Optional[bytes] = ..., max_concurrency: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., checkpoint_slots: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., tree_paths: _Optional[int] = ..., geometry: _Optional[_Union[DraftGeometry, _Mapping]] = ..., max_context: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemoryOffer, _Mapping]] = ...) -> None: ...
+
+class SharedMemoryOffer(_message.Message):
+    __slots__ = ("name", "key", "row_count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    key: bytes
+    row_count: int
+    def __init__(self, name: _Optional[str] = ..., key: _Optional[bytes] = ..., row_count: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("max_context", "max_message_bytes", "checkpoint_ids", "version")
+    __slots__ = ("max_context", "max_message_bytes", "checkpoint_ids", "version", "shares_memory")
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_IDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHARES_MEMORY_FIELD_NUMBER: _ClassVar[int]
     max_context: int
     max_message_bytes: int
     checkpoint_ids: _containers.RepeatedScalarFieldContainer[int]
     version: str
-    def __init__(self, max_context: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., checkpoint_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ...) -> None: ...
+    shares_memory: bool
+    def __init__(self, max_context: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., checkpoint_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., shares_memory: _Optional[bool] = ...) -> None: ...
+
+class SharedRows(_message.Message):
+    __slots__ = ("first_row", "row_count")
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    first_row: int
+    row_count: int
+    def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("sequence_id", "epoch", "coverage_first")
@@ -180,16 +202,18 @@ class Open(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., coverage_first: _Optional[int] = ...) -> None: ...
 
 class Features(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "first_position", "rows")
+    __slots__ = ("sequence_id", "epoch", "first_position", "rows", "shared_rows")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_ROWS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     first_position: int
     rows: _tensor_pb2.Tensor
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., first_position: _Optional[int] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    shared_rows: SharedRows
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., first_position: _Optional[int] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., shared_rows: _Optional[_Union[SharedRows, _Mapping]] = ...) -> None: ...
 
 class Round(_message.Message):
     __slots__ = ("round_index", "rows")
@@ -200,18 +224,20 @@ class Round(_message.Message):
     def __init__(self, round_index: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RoundRow, _Mapping]]] = ...) -> None: ...
 
 class RoundRow(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "first_position", "features", "proposal")
+    __slots__ = ("sequence_id", "epoch", "first_position", "features", "proposal", "shared_features")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FEATURES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     first_position: int
     features: _tensor_pb2.Tensor
     proposal: ProposalRequest
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., first_position: _Optional[int] = ..., features: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., proposal: _Optional[_Union[ProposalRequest, _Mapping]] = ...) -> None: ...
+    shared_features: SharedRows
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., first_position: _Optional[int] = ..., features: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., proposal: _Optional[_Union[ProposalRequest, _Mapping]] = ..., shared_features: _Optional[_Union[SharedRows, _Mapping]] = ...) -> None: ...
 
 class ProposalRequest(_message.Message):
     __slots__ = ("frontier", "anchor", "live", "temperature", "seed")

@@ -1,0 +1,166 @@
+"""Feature rows in memory that both services map, where they run on one host.
+
+The verifier creates a memory file for a stream and offers it in Hello; a drafter that can map the
+very same file says so in Welcome, and from then on messages say where rows lie instead of carrying
+them. The file begins with a key that was drawn for it, so that a file of the same name on another
+host, or in another container, is not mistaken for it. It has no name any more once both have it.
+
+Rows are addressed by index. A region of its own belongs to the rows of Rounds, of which at most one
+is unanswered, and slots in turn to Features messages, of which at most so many are: so nothing is
+overwritten before the drafter has taken it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import warnings
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from outrider.faults import FaultError
+from outrider.v1 import draft_service_pb2 as wire
+
+FOLDER = Path("/dev/shm")
+KEY_BYTES = 16
+_HEADER_BYTES = mmap.PAGESIZE  # rows begin on a page
+_NAME = re.compile(r"outrider-[0-9a-f]{32}")
+
+
+class FeatureMemory:
+    """The verifier's half: a new memory file, written by it alone.
+
+    Args:
+        row_bytes: Size of a feature row.
+        round_rows: Most rows of all sequences in one Round.
+        message_rows: Most rows of a Features message.
+        messages: Features messages that may be unanswered.
+
+    Raises:
+        OSError: This host has no such memory, or not enough of it.
+    """
+
+    def __init__(
+        self, *, row_bytes: int, round_rows: int, message_rows: int, messages: int
+    ) -> None:
+        self._row_bytes = row_bytes
+        self._round_rows = round_rows
+        self._message_rows = message_rows
+        self._messages = messages
+        self._row_count = round_rows + messages * message_rows
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._path = FOLDER / f"outrider-{secrets.token_hex(16)}"
+        size = _HEADER_BYTES + self._row_count * row_bytes
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # reserved now: to run out of it later would kill the process
+            os.posix_fallocate(file, 0, size)
+            memory = mmap.mmap(file, size)
+        except BaseException:
+            self.unlink()
+            raise
+        finally:
+            os.close(file)
+        memory[:KEY_BYTES] = self._key
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)[_HEADER_BYTES:]
+        self._round_end = 0
+        self._turn = 0
+
+    def offer(self) -> wire.SharedMemoryOffer:
+        """What Hello says of it."""
+        return wire.SharedMemoryOffer(
+            name=self._path.name, key=self._key, row_count=self._row_count
+        )
+
+    def unlink(self) -> None:
+        """Takes the file's name away; who mapped it keeps it. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def begin_round(self) -> None:
+        """Forgets the rows of the Round before, which must have been answered."""
+        self._round_end = 0
+
+    def put_round_rows(self, rows: torch.Tensor) -> wire.SharedRows:
+        """Adds one sequence's rows [n, taps * H] to the Round that is being made."""
+        first, self._round_end = self._round_end, self._round_end + len(rows)
+        assert self._round_end <= self._round_rows
+        return self._put(first, rows)
+
+    def put_message(self, rows: torch.Tensor) -> wire.SharedRows:
+        """Writes the rows [n, taps * H] of the next Features message."""
+        assert len(rows) <= self._message_rows
+        first = self._round_rows + self._turn * self._message_rows
+        self._turn = (self._turn + 1) % self._messages
+        return self._put(first, rows)
+
+    def _put(self, first: int, rows: torch.Tensor) -> wire.SharedRows:
+        raw = rows.contiguous().view(-1).view(torch.uint8)
+        assert len(raw) == len(rows) * self._row_bytes
+        place = first * self._row_bytes
+        self._bytes[place : place + len(raw)] = raw
+        return wire.SharedRows(first_row=first, row_count=len(rows))
+
+
+class OfferedMemory:
+    """The drafter's half: rows of a file that a verifier offered, read-only."""
+
+    def __init__(self, memory: mmap.mmap, row_count: int, width: int, dtype: torch.dtype) -> None:
+        with warnings.catch_warnings():
+            # torch says that a tensor over these bytes cannot be written; nobody does
+            warnings.simplefilter("ignore")
+            values = torch.frombuffer(memory, dtype=dtype, offset=_HEADER_BYTES)
+        self._rows = values[: row_count * width].view(row_count, width)
+
+    @classmethod
+    def open(cls, offer: wire.SharedMemoryOffer, width: int, dtype: torch.dtype) -> Self | None:
+        """Maps what was offered; None where it cannot be had, for whatever reason."""
+        if not _NAME.fullmatch(offer.name) or len(offer.key) != KEY_BYTES:
+            return None
+        size = _HEADER_BYTES + offer.row_count * width * dtype.itemsize
+        try:
+            file = os.open(FOLDER / offer.name, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            if not offer.row_count or os.fstat(file).st_size != size:
+                return None
+            memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError, OverflowError):
+            return None
+        finally:
+            os.close(file)
+        if memory[:KEY_BYTES] != offer.key:
+            return None
+        return cls(memory, offer.row_count, width, dtype)
+
+    def rows(self, where: wire.SharedRows) -> torch.Tensor:
+        """The rows [n, width] that a message points to; copy them before it is answered.
+
+        Raises:
+            FaultError: TENSOR_SHAPE, they lie outside.
+        """
+        first, end = where.first_row, where.first_row + where.row_count
+        if not 0 < where.row_count <= end <= len(self._rows):
+            raise FaultError(
+                "TENSOR_SHAPE",
+                f"shared rows: expected rows within [0, {len(self._rows)}), got [{first}, {end})",
+                field="shared rows",
+                expected=f"within [0, {len(self._rows)})",
+                actual=f"[{first}, {end})",
+            )
+        return self._rows[first:end]
+
+
+def on_this_host(address: str) -> bool:
+    """Whether an address that is dialled names this host whatever the network is."""
+    scheme, _, rest = address.partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        return True
+    host = (rest if scheme in ("ipv4", "ipv6", "dns") else address).rpartition(":")[0]
+    return host.strip("/") in ("localhost", "[::1]") or host.startswith("127.")

@@ -1,0 +1,152 @@
+"""Feature rows in shared memory: the same bytes on both sides, and nothing that was not offered."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import shared_memory
+from outrider.faults import FaultError
+from outrider.shared_memory import FeatureMemory, OfferedMemory, on_this_host
+from outrider.v1 import draft_service_pb2 as wire
+
+WIDTH = 24
+
+pytestmark = pytest.mark.skipif(
+    not shared_memory.FOLDER.is_dir(), reason="this host has no memory files"
+)
+
+
+@pytest.fixture
+def memory():
+    made = FeatureMemory(row_bytes=2 * WIDTH, round_rows=6, message_rows=4, messages=3)
+    yield made
+    made.unlink()
+
+
+def opened(memory: FeatureMemory, **changes: object) -> OfferedMemory | None:
+    offer = memory.offer()
+    for name, value in changes.items():
+        setattr(offer, name, value)
+    return OfferedMemory.open(offer, WIDTH, torch.bfloat16)
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=generator).bfloat16()
+
+
+def test_what_one_side_puts_the_other_sees(memory):
+    other = opened(memory)
+    memory.begin_round()
+    first, second = rows(4, 1), rows(2, 2)
+    places = [memory.put_round_rows(first), memory.put_round_rows(second)]
+    assert torch.equal(other.rows(places[0]), first)
+    assert torch.equal(other.rows(places[1]), second)
+    message = rows(3, 3)
+    assert torch.equal(other.rows(memory.put_message(message)), message)
+    # the next round takes the place of the one before, and of no message
+    memory.begin_round()
+    third = rows(6, 4)
+    assert torch.equal(other.rows(memory.put_round_rows(third)), third)
+
+
+def test_strided_rows_and_a_view_of_one_row_are_written_as_they_read(memory):
+    other = opened(memory)
+    wide = rows(3).repeat(1, 2)
+    assert torch.equal(other.rows(memory.put_message(wide[:, WIDTH:])), wide[:, WIDTH:])
+    alike = rows(1).expand(4, -1)
+    assert torch.equal(other.rows(memory.put_message(alike)), alike)
+
+
+def test_as_many_messages_as_may_be_unanswered_stand_side_by_side(memory):
+    other = opened(memory)
+    memory.begin_round()
+    held = rows(6, 9)
+    round_place = memory.put_round_rows(held)
+    for turn in range(3):
+        sent = [rows(4, 10 * turn + index) for index in range(3)]
+        places = [memory.put_message(each) for each in sent]
+        for place, each in zip(places, sent, strict=True):
+            assert torch.equal(other.rows(place), each)
+    assert torch.equal(other.rows(round_place), held)
+
+
+def test_rows_outlive_the_name_and_nothing_is_left_behind(memory):
+    path = shared_memory.FOLDER / memory.offer().name
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = opened(memory)
+    memory.unlink()
+    memory.unlink()
+    assert not path.exists()
+    assert opened(memory) is None
+    assert torch.equal(other.rows(memory.put_message(rows(4))), rows(4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "outrider-" + "0" * 32},
+        {"name": "../../etc/passwd"},
+        {"name": ""},
+        {"key": b"0" * 16},
+        {"key": b""},
+        {"row_count": 17},
+        {"row_count": 0},
+        {"row_count": 2**63},
+    ],
+    ids=["missing", "outside", "unnamed", "other key", "no key", "longer", "empty", "huge"],
+)
+def test_a_file_that_is_not_the_one_offered_is_not_mapped(memory, changes):
+    assert opened(memory) is not None
+    assert opened(memory, **changes) is None
+
+
+def test_a_link_is_not_followed(memory, tmp_path: Path):
+    name = f"outrider-{'f' * 32}"
+    link = shared_memory.FOLDER / name
+    os.symlink(shared_memory.FOLDER / memory.offer().name, link)
+    try:
+        assert opened(memory, name=name) is None
+    finally:
+        link.unlink()
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 0), (17, 2), (18, 1), (2**40, 1), (0, 19)])
+def test_rows_outside_are_a_fault(memory, first, count):
+    other = opened(memory)
+    assert len(other.rows(wire.SharedRows(first_row=17, row_count=1))) == 1
+    with pytest.raises(FaultError, match=r"shared rows: expected rows within \[0, 18\)"):
+        other.rows(wire.SharedRows(first_row=first, row_count=count))
+
+
+def test_more_memory_than_there_is_is_an_error_at_once_and_leaves_no_file():
+    before = set(shared_memory.FOLDER.iterdir())
+    with pytest.raises(OSError):
+        FeatureMemory(row_bytes=1 << 40, round_rows=1 << 10, message_rows=1, messages=1)
+    assert {p for p in shared_memory.FOLDER.iterdir() if "outrider" in p.name} <= before
+
+
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [
+        ("127.0.0.1:50052", True),
+        ("127.1.2.3:1", True),
+        ("localhost:50052", True),
+        ("[::1]:50052", True),
+        ("unix:/run/drafter", True),
+        ("unix-abstract:drafter", True),
+        ("ipv4:127.0.0.1:50052", True),
+        ("dns:///localhost:50052", True),
+        ("drafter:50052", False),
+        ("10.0.0.7:50052", False),
+        ("dns:///drafter.example:50052", False),
+        ("1270.example:1", False),
+        ("127.example.org:1", True),
+    ],
+)
+def test_which_addresses_are_this_host(address, here):
+    assert on_this_host(address) == here
