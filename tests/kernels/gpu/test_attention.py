@@ -166,12 +166,13 @@ def test_context_keys_and_values(host_random, distance, T):
         assert torch.equal(actual.isnan(), expected.isnan())
         written = ~expected.isnan()
         assert distance(actual[written], expected[written]) < 3e-3
-    for row in {0, T - 1}:
-        cell = destinations[0][row]
-        alone = [plane[:, row : row + 1] for plane in x[:3]]
-        key, value = context.run(context_kv_materialize, [*alone, *x[3:]])
-        assert same(key[:, cell], keys[:, cell])
-        assert same(value[:, cell], values[:, cell])
+    for width in (1, 7, 16, 64):
+        pieces = x[5].clone(), x[6].clone()
+        for first in range(0, T, width):
+            part = [plane[:, first : first + width] for plane in x[:3]]
+            context_kv_materialize(*part, *x[3:5], *pieces, **context.OPTIONS)
+        assert same(pieces[0], keys)
+        assert same(pieces[1], values)
 
 
 def test_float32_attention_keeps_float32(host_random, distance):
