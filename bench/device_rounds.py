@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,8 @@ WARM_ROUNDS = 5  # of a cell, not counted
 PLAIN_WIDTH = 7  # K that plain steps run beside where no other is measured
 PREFILL_REPEATS = 3  # the first is not counted
 START_TIMEOUT_S = 240.0
+LINK_TIMEOUT_S = 30.0
+CELL_TIMEOUT_S = 120.0
 LEAST_ROOM = 2048  # up to here a prompt is as long as the context, beyond it ends there
 GEOMETRY = Path(__file__).resolve().parent.parent / "models" / "geometry"
 
@@ -210,7 +213,10 @@ def running(options: Options, draft_tokens: int) -> Iterator[Pair]:
         f"--dtype={options.dtype}",
         "--log-level=warning",
     ]
-    drafter = ["--listen=127.0.0.1:0", f"--device={on_drafter}", *common]
+    # a port that is free now: both load at the same time, and the verifier dials until it answers
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    drafter = [f"--listen=127.0.0.1:{port}", f"--device={on_drafter}", *common]
     verifier = ["--listen=127.0.0.1:0", f"--device={on_verifier}", *common]
     started = time.monotonic()
     processes: list[_Process] = []
@@ -226,16 +232,16 @@ def running(options: Options, draft_tokens: int) -> Iterator[Pair]:
             rig += ["--with-drafter", shlex.join(drafter)]
         else:
             processes.append(_Process([sys.executable, "-m", "drafter", *drafter], environment))
-            verifier.append(f"--drafter={processes[0].wait_ready()}")
+            verifier.append(f"--drafter=127.0.0.1:{port}")
         processes.append(_Process([*rig, *verifier], environment))
-        address = processes[-1].wait_ready()
+        address = [process.wait_ready() for process in processes][-1]
         _wait_for_link(address)
         yield Pair(address, records, time.monotonic() - started)
 
 
 def _wait_for_link(address: str) -> None:
     with Client(address) as client:
-        end = time.monotonic() + 20
+        end = time.monotonic() + LINK_TIMEOUT_S
         while client.server_info(timeout=10).drafter_state != "connected":
             if time.monotonic() > end:
                 raise RuntimeError(f"no drafter: {client.server_info(timeout=10).drafter_detail}")
@@ -326,7 +332,7 @@ def _stream(
         temperature=0.0,
         ignore_eos=True,
         draft_tokens=draft_tokens,
-        timeout=300,
+        timeout=CELL_TIMEOUT_S,
     ) as stream:
         for _ in stream:
             arrivals.append(time.perf_counter())
@@ -378,6 +384,7 @@ def summarise(
         "accepted": median([median(r["accepted"]) for r in rounds]),
         "frontier": median([median(r["frontiers"]) for r in rounds]),
         "sent_bytes": median([r["sent_bytes"] for r in rounds]),
+        "shared_bytes": median([r["shared_bytes"] for r in rounds]),
         "received_bytes": median([r["received_bytes"] for r in rounds]),
         "tokens_per_second": cell.concurrency * (cell.accept + 1) / wall * 1e3,
     }
@@ -396,7 +403,7 @@ def run_prefill(client: Client, pair: Pair, length: int, draft_tokens: int) -> d
             temperature=0.0,
             ignore_eos=True,
             draft_tokens=draft_tokens,
-            timeout=300,
+            timeout=CELL_TIMEOUT_S,
         )
         records = _records(pair.records, orders.cell)
         drafted = next((r for r in records if any(r["proposed"])), None)
@@ -558,7 +565,9 @@ def show(report: Report, way: str) -> None:
         if name.startswith(("plan", "device", "prefill", "peer")):
             print(f"{name}: {json.dumps(values[name])}")
     heads = "".join(f"{head:>8}" for head, _ in COLUMNS)
-    print(f"{'K':>3}{'c':>3}{'context':>8}{'A':>4}{heads}{'KB out':>8}{'KB in':>7}{'tok/s':>8}")
+    print(
+        f"{'K':>3}{'c':>3}{'context':>8}{'A':>4}{heads}{'KB out':>8}{'shared':>8}{'KB in':>7}{'tok/s':>8}"
+    )
     for key, cell in report.cells.items():
         if not key.startswith(f"{way} "):
             continue
@@ -567,5 +576,6 @@ def show(report: Report, way: str) -> None:
             print(f"{line}  {cell['error']}")
             continue
         line += "".join(f"{cell[name]:>8.2f}" for _, name in COLUMNS)
-        line += f"{cell['sent_bytes'] / 1e3:>8.1f}{cell['received_bytes'] / 1e3:>7.1f}"
+        line += f"{cell['sent_bytes'] / 1e3:>8.1f}{cell['shared_bytes'] / 1e3:>8.1f}"
+        line += f"{cell['received_bytes'] / 1e3:>7.1f}"
         print(f"{line}{cell['tokens_per_second']:>8.1f}")

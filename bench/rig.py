@@ -89,6 +89,8 @@ class Records:
             for line in self._lines:
                 messages = {name: line.pop(name, ()) for name in ("sent", "received")}
                 sizes = {f"{k}_bytes": sum(m.ByteSize() for m in v) for k, v in messages.items()}
+                shared = sum(row.shared_features.row_count for row in messages["sent"])
+                sizes["shared_bytes"] = shared * line.pop("row_bytes", 0)
                 file.write(json.dumps(line | sizes) + "\n")
         self._lines.clear()
 
@@ -99,6 +101,11 @@ class MeasuredLink(DrafterLink):
     sent: tuple[wire.RoundRow, ...] = ()
     reply: wire.RoundReply | None = None
     waited_ns = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a feature row."""
+        return self._row_bytes
 
     def exchange(self, *arguments: Any, **options: Any) -> Exchange:
         """See `DrafterLink`."""
@@ -157,10 +164,10 @@ class MeasuredRounds(Rounds):
         sequence.frontier = end
 
     def _feature_rows(self, count: int) -> torch.Tensor:
-        """Random feature rows [count, taps * H]; all alike, so that they take no memory."""
-        target = self.blocks.target
+        """Random rows as the drafter takes them; all alike, so that they take no memory."""
         if self._features is None:
-            self._features = torch.randn(1, target.feature_width).to(target.dtype)
+            dtype = self.blocks.target.dtype
+            self._features = torch.randn(1, self.link.row_bytes // dtype.itemsize).to(dtype)
         return self._features.expand(count, -1)
 
     # ---- a round ------------------------------------------------------------------------------
@@ -210,6 +217,7 @@ class MeasuredRounds(Rounds):
             draft_ns=0 if reply is None else reply.draft_ns + reply.materialize_ns,
             service_ns=0 if reply is None else reply.service_ns,
             sent=sent,
+            row_bytes=self.link.row_bytes,
             received=() if reply is None else (reply,),
         )
 

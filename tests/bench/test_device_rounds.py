@@ -115,6 +115,7 @@ def test_a_round_s_parts_add_up_to_it():
             "accepted": [3],
             "frontiers": [100],
             "sent_bytes": 1000,
+            "shared_bytes": 200_000,
             "received_bytes": 100,
         }
 
@@ -155,8 +156,10 @@ def test_cells_are_measured_kept_and_not_measured_again(
     plain, drafted = report["cells"].values()
     assert (plain["accepted"], drafted["accepted"]) == (0, 2)
     assert plain["sent_bytes"] == 0
-    # three rows of features a sequence, 3 taps of 64 in FP32, and little beside them
-    assert 0 < drafted["sent_bytes"] - 2 * 3 * 3 * 64 * 4 < 400
+    # three rows of features a sequence, which do not go through the message
+    rows, rest = divmod(drafted["shared_bytes"], 2 * 3 * 64 * 4)
+    assert (rows > 0, rest) == (True, 0)
+    assert 0 < drafted["sent_bytes"] < 400
     # the first rounds of a synthetic context begin where the prompt ends
     assert plain["frontier"] > 600
     assert {"plan K=3", "read_bytes_per_second"} <= report.keys()
