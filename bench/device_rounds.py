@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -459,6 +460,15 @@ def way_of(options: Options) -> str:
 
 def run(options: Options, about: str) -> None:
     """Measures every cell that is not in the file yet, and prints the table."""
+    # services are stopped on the way out, also when this is ended from outside
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        _run(options, about)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: Options, about: str) -> None:
     report = Report(options.json)
     geometry = Geometry(options.target, options.draft, options.load_format, options.dtype)
     way = way_of(options)
@@ -565,9 +575,8 @@ def show(report: Report, way: str) -> None:
         if name.startswith(("plan", "device", "prefill", "peer")):
             print(f"{name}: {json.dumps(values[name])}")
     heads = "".join(f"{head:>8}" for head, _ in COLUMNS)
-    print(
-        f"{'K':>3}{'c':>3}{'context':>8}{'A':>4}{heads}{'KB out':>8}{'shared':>8}{'KB in':>7}{'tok/s':>8}"
-    )
+    print(f"{'K':>3}{'c':>3}{'context':>8}{'A':>4}{heads}", end="")
+    print(f"{'KB out':>8}{'shared':>8}{'KB in':>7}{'tok/s':>8}")
     for key, cell in report.cells.items():
         if not key.startswith(f"{way} "):
             continue
