@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.overlap import OVERLAPPED, enter
 from kernels.rng import Purpose
 from kernels.rng.kernel import draw
 
@@ -34,6 +35,7 @@ def _walk_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     rank, at_r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     temperature = tl.load(temperatures + row)
@@ -110,5 +112,6 @@ def candidate_selector(
         BLOCK_C=max(triton.next_power_of_2(k), 2),
         BLOCK_R=triton.next_power_of_2(R),
         num_warps=4,
+        **OVERLAPPED,
     )
     return tokens, probabilities

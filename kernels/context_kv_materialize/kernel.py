@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.checks import require_that
 from kernels.head_norm_rope.reference import frequencies
+from kernels.overlap import OVERLAPPED, enter
 
 # the same for any number of rows: it decides how the warps share a head, and so in which order the
 # squares of its elements are added
@@ -41,6 +42,7 @@ def _materialize_kernel(
     BLOCK_K: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    enter()
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     layer, line = tl.program_id(1) // (2 * heads), tl.program_id(1) % (2 * heads)
     cell = tl.load(destinations + at_m, mask=at_m < rows, other=-1)
@@ -135,4 +137,5 @@ def context_kv_materialize(
         HALF=max(triton.next_power_of_2(D // 2), 16),
         num_warps=4,
         num_stages=3,
+        **OVERLAPPED,
     )

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.overlap import OVERLAPPED, enter
+
 _BLOCK_H = 512
 _RANGES = 5
 
@@ -19,6 +21,7 @@ _RANGES = 5
 @triton.jit
 def _norm_kernel(x, gain, upper, rest, inverses, eps, H, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """The normed column, in one FP32 part or in two of the dtype of x."""
+    enter()
     line = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < H
@@ -50,6 +53,7 @@ def _delta_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Partial deltas [ranges, rows, outputs] of the range program_id(2) of H."""
+    enter()
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(2) * span
@@ -99,6 +103,7 @@ def _prepare_kernel(
     BLOCK: tl.constexpr,
 ):
     """One column's channels, convolved; the other side's deltas, rounded."""
+    enter()
     line = tl.program_id(0).to(tl.int64)
     column = line % width
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -137,6 +142,7 @@ def _finish_kernel(
     BLOCK: tl.constexpr,
 ):
     """One column's channels, convolved and added to the residual."""
+    enter()
     line = tl.program_id(0).to(tl.int64)
     column = line % width
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -185,6 +191,7 @@ def prepare(
         WIDE=wide,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **OVERLAPPED,
     )
     block_k = 32 if wide else 128
     span = triton.cdiv(triton.cdiv(H, _RANGES), block_k) * block_k
@@ -203,6 +210,7 @@ def prepare(
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=4,
+        **OVERLAPPED,
     )
     _prepare_kernel[(rows, triton.cdiv(H, _BLOCK_H))](
         x,
@@ -220,6 +228,7 @@ def prepare(
         RANGES=_RANGES,
         BLOCK=_BLOCK_H,
         num_warps=4,
+        **OVERLAPPED,
     )
     return prepared, finish_delta
 
@@ -244,5 +253,6 @@ def finish_add(residual: Tensor, z: Tensor, base: Tensor, finish_delta: Tensor) 
         TAPS=taps,
         BLOCK=_BLOCK_H,
         num_warps=4,
+        **OVERLAPPED,
     )
     return out

@@ -4,12 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import OVERLAPPED, enter
+
 
 @triton.jit
 def gated_rms_norm_kernel(
     x, gate, gain, out, eps, D, middle, inner, g_outer, g_middle, g_inner, BLOCK: tl.constexpr
 ):
     """Normalises and gates row program_id(0) of x; the gate's rows lie in three dimensions."""
+    enter()
     row = tl.program_id(0).to(tl.int64)
     gate += row // (middle * inner) * g_outer + row // inner % middle * g_middle
     gate += row % inner * g_inner
@@ -51,5 +54,6 @@ def gated_rms_norm(
             *gate.stride()[:3],
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **OVERLAPPED,
         )
     return out

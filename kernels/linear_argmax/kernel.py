@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.checks import require_that
 from kernels.linear_topk.kernel import LOWEST_KEY, head_tile, key_id, rank_key, tiles
+from kernels.overlap import OVERLAPPED, enter
 
 
 @triton.jit
@@ -28,6 +29,7 @@ def _best_rows_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    enter()
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     z = head_tile(hidden, head, rows, at_m, at_v, M, H, hidden_row, PRECISION, BLOCK_K)
@@ -44,6 +46,7 @@ def _best_rows_kernel(
 
 @triton.jit
 def _best_of_tiles_kernel(keys, token_ids, ids, count, INDEXED: tl.constexpr, BLOCK: tl.constexpr):
+    enter()
     line = tl.program_id(0).to(tl.int64)
     best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
     for first in range(0, count, BLOCK):
@@ -83,8 +86,16 @@ def linear_argmax(
         public_vocab,
         INDEXED=indexed,
         **options,
+        **OVERLAPPED,
     )
     _best_of_tiles_kernel[(M,)](
-        keys, token_ids, ids, grid[1], INDEXED=indexed, BLOCK=1024, num_warps=4
+        keys,
+        token_ids,
+        ids,
+        grid[1],
+        INDEXED=indexed,
+        BLOCK=1024,
+        num_warps=4,
+        **OVERLAPPED,
     )
     return ids

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import require_that
+from kernels.overlap import OVERLAPPED, enter
 
 LOWEST_KEY = tl.constexpr(-(1 << 63))
 
@@ -81,6 +82,7 @@ def _products_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    enter()
     # neighbouring programs share a tile of the head
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -116,6 +118,7 @@ def _rank_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """The k best of one line: they lie in the K tiles whose own best are the largest."""
+    enter()
     line = tl.program_id(0).to(tl.int64)
     at_t = tl.arange(0, TILES)
     bests = tl.load(tile_keys + line * tile_count + at_t, mask=at_t < tile_count, other=LOWEST_KEY)
@@ -205,6 +208,7 @@ def linear_topk(
         public_vocab,
         INDEXED=indexed,
         **options,
+        **OVERLAPPED,
     )
     padded = max(triton.next_power_of_2(k), 2)
     _rank_kernel[(M,)](
@@ -225,5 +229,6 @@ def linear_topk(
         TILES=max(triton.next_power_of_2(grid[1]), padded),
         BLOCK_V=options["BLOCK_V"],
         num_warps=8,
+        **OVERLAPPED,
     )
     return best, ids

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.linear.kernel import product
+from kernels.overlap import OVERLAPPED, enter
 
 COLUMNS = 16
 PAIRS = 128  # looked through at a time
@@ -35,6 +36,7 @@ def route_kernel(
     BLOCK: tl.constexpr,
 ):
     """Chooses the experts of row program_id(0), and how far the shared one is open."""
+    enter()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     score = tl.load(scores + row * E + expert, mask=expert < E, other=float("-inf"))
@@ -133,6 +135,7 @@ def expand_kernel(
     COLUMNS: tl.constexpr,
 ):
     """hidden [pairs + rows, ..] = swiglu(G x), columns of tile program_id(1), of one expert."""
+    enter()
     expert, members = _group(experts, pairs, groups, rows, BY_NUMBER, PAIRS)
     inner = tl.where(expert < 0, SHARED, ROUTED)
     first_n = tl.program_id(1) * BLOCK_N
@@ -186,6 +189,7 @@ def contract_kernel(
     COLUMNS: tl.constexpr,
 ):
     """out [pairs + rows, H] = D hidden, columns of tile program_id(1), of one expert."""
+    enter()
     expert, members = _group(experts, pairs, groups, rows, BY_NUMBER, PAIRS)
     inner = tl.where(expert < 0, SHARED, ROUTED)
     if members > 0:
@@ -215,6 +219,7 @@ def contract_kernel(
 @triton.jit
 def mix_kernel(parts, weights, openness, out, pairs, H, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """Adds row program_id(0)'s experts in the order of their rank, then the shared one."""
+    enter()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < H
@@ -263,6 +268,7 @@ def moe(
         RANKS=triton.next_power_of_2(top_k),
         BLOCK=min(triton.next_power_of_2(H), 2048),
         num_warps=4,
+        **OVERLAPPED,
     )
     inner = max(routed, shared)
     hidden = x.new_empty(pairs + M, inner)
@@ -295,6 +301,7 @@ def moe(
         TOP=top_k,
         BLOCK_K=min(max(triton.next_power_of_2(H), 16), widest),
         **settings,
+        **OVERLAPPED,
     )
     contract_kernel[(groups + 1, triton.cdiv(H, 64))](
         hidden,
@@ -308,10 +315,20 @@ def moe(
         inner,
         BLOCK_K=min(max(triton.next_power_of_2(inner), 16), widest),
         **settings,
+        **OVERLAPPED,
     )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block = min(triton.next_power_of_2(H), 1024)
     mix_kernel[(M, triton.cdiv(H, block))](
-        parts, weights, openness, out, pairs, H, TOP=top_k, BLOCK=block, num_warps=4
+        parts,
+        weights,
+        openness,
+        out,
+        pairs,
+        H,
+        TOP=top_k,
+        BLOCK=block,
+        num_warps=4,
+        **OVERLAPPED,
     )
     return out

@@ -4,10 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import OVERLAPPED, enter
+
 
 @triton.jit
 def rms_norm_kernel(x, gain, out, eps, H, x_row, BLOCK: tl.constexpr):
     """Normalises row program_id(0) of x."""
+    enter()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < H
@@ -26,6 +29,6 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
         block = triton.next_power_of_2(H)
         warps = min(max(block // 512, 1), 16)
         rms_norm_kernel[(rows.shape[0],)](
-            rows, gain, out, eps, H, rows.stride(0), BLOCK=block, num_warps=warps
+            rows, gain, out, eps, H, rows.stride(0), BLOCK=block, num_warps=warps, **OVERLAPPED
         )
     return out

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.checks import require_that
+from kernels.overlap import OVERLAPPED, enter
 
 _SPLIT = 256
 _BLOCK_N = 64
@@ -54,7 +55,7 @@ def _step(
 
 
 @triton.jit
-def _split_kernel(
+def _split_kernel(  # noqa: PLR0915
     query,
     block_key,
     block_value,
@@ -91,6 +92,7 @@ def _split_kernel(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    enter()
     split, context_splits = tl.program_id(0), tl.num_programs(0) - 1
     tile, head = tl.program_id(1) % tiles, tl.program_id(1) // tiles
     row = tl.program_id(2).to(tl.int64)
@@ -195,6 +197,7 @@ def _join_kernel(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    enter()
     column, query_head = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     at_d = tl.arange(0, BLOCK_D)
@@ -315,6 +318,7 @@ def attend(
         BLOCK_D=block_d,
         num_warps=4,
         num_stages=2,
+        **OVERLAPPED,
     )
     _join_kernel[(W, query_heads, B)](
         partial,
@@ -336,6 +340,7 @@ def attend(
         TILE=_TILE,
         BLOCK_D=block_d,
         num_warps=4,
+        **OVERLAPPED,
     )
     return out
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear_topk.kernel import LOWEST_KEY, key_id, rank_key
+from kernels.overlap import OVERLAPPED, enter
 from kernels.rng import Purpose
 from kernels.rng.kernel import draw
 from kernels.target_distribution.kernel import best_of_tiles, middle
@@ -51,6 +52,7 @@ def _accept_kernel(
     TILE: tl.constexpr,
 ):
     """Weights of one chunk of the terminal token's column; every chunk counts A for itself."""
+    enter()
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(live + row).to(tl.int32)
@@ -154,6 +156,7 @@ def _draw_kernel(
     RANKED: tl.constexpr,
     PASS: tl.constexpr,
 ):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     passed = tl.load(accepted + row)
     at = tl.arange(0, CHUNKS)
@@ -240,6 +243,7 @@ def speculative_accept(
         CHUNK=_CHUNK,
         TILE=_TILE,
         num_warps=8,
+        **OVERLAPPED,
     )
     _draw_kernel[(B,)](
         p,
@@ -264,5 +268,6 @@ def speculative_accept(
         RANKED=_RANKED,
         PASS=_PASS,
         num_warps=16,
+        **OVERLAPPED,
     )
     return tokens, accepted

@@ -4,12 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import OVERLAPPED, enter
+
 BLOCK = 1024
 
 
 @triton.jit
 def swiglu_kernel(gate_up, out, width, row_stride, BLOCK: tl.constexpr):
     """Columns program_id(1) * BLOCK onwards of row program_id(0)."""
+    enter()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -27,5 +30,13 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         block = min(BLOCK, triton.next_power_of_2(width))
         grid = (rows.shape[0], triton.cdiv(width, block))
-        swiglu_kernel[grid](rows, out, width, rows.stride(0), BLOCK=block, num_warps=4)
+        swiglu_kernel[grid](
+            rows,
+            out,
+            width,
+            rows.stride(0),
+            BLOCK=block,
+            num_warps=4,
+            **OVERLAPPED,
+        )
     return out

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.linear_topk.kernel import LOWEST_KEY, key_id, key_value, rank_key
+from kernels.overlap import OVERLAPPED, enter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,7 @@ def _process_kernel(
     TILE: tl.constexpr,
 ):
     """Writes zeros, or what a sampled column's steps 1 to 5 leave, into p; each tile's best key."""
+    enter()
     chunk, column = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     width, chunks = tl.num_programs(1), tl.num_programs(0)
@@ -253,6 +255,7 @@ def _cut_kernel(
     PASS: tl.constexpr,
 ):
     """Leaves what `_divide_kernel` needs: the cut, the largest logit and the mass that stays."""
+    enter()
     column, width = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + row)
@@ -317,6 +320,7 @@ def _divide_kernel(
     real_row,
     CHUNK: tl.constexpr,
 ):
+    enter()
     column, width = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2).to(tl.int64)
     if column < tl.load(counts + row):
@@ -398,6 +402,7 @@ def target_distribution(
         CHUNK=_CHUNK,
         TILE=_TILE,
         num_warps=8,
+        **OVERLAPPED,
     )
     _cut_kernel[(W, B)](
         p,
@@ -422,6 +427,7 @@ def target_distribution(
         RANKED=_RANKED,
         PASS=_PASS,
         num_warps=16,
+        **OVERLAPPED,
     )
     _divide_kernel[(chunks, W, B)](
         p,
@@ -435,5 +441,6 @@ def target_distribution(
         real_row,
         CHUNK=_CHUNK,
         num_warps=8,
+        **OVERLAPPED,
     )
     return p

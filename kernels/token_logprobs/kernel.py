@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear_topk.kernel import LOWEST_KEY, key_id, key_value, rank_key
+from kernels.overlap import OVERLAPPED, enter
 
 _CHUNK = 4096
 _RANKED = 1024
@@ -29,6 +30,7 @@ def _chunk_keys_kernel(
     CHUNK: tl.constexpr,
 ):
     """The K best keys of chunk program_id(0) of line program_id(1), descending."""
+    enter()
     chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < rows
@@ -40,6 +42,7 @@ def _chunk_keys_kernel(
 @triton.jit
 def _merge_keys_kernel(source, keys, count, K: tl.constexpr, CHUNK: tl.constexpr):
     """The K best of chunk program_id(0) of the `count` keys of line program_id(1)."""
+    enter()
     chunk, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     best = tl.topk(tl.load(source + line * count + at, mask=at < count, other=LOWEST_KEY), K)
@@ -60,17 +63,27 @@ def _top_keys(scores: Tensor, rows: int, k: int) -> Tensor:
         K=padded,
         CHUNK=chunk,
         num_warps=4,
+        **OVERLAPPED,
     )
     while chunks > 1:
         count, chunks = chunks * padded, triton.cdiv(chunks * padded, chunk)
         merged = torch.empty(lines, chunks * padded, dtype=torch.int64, device=scores.device)
-        _merge_keys_kernel[(chunks, lines)](keys, merged, count, K=padded, CHUNK=chunk, num_warps=4)
+        _merge_keys_kernel[(chunks, lines)](
+            keys,
+            merged,
+            count,
+            K=padded,
+            CHUNK=chunk,
+            num_warps=4,
+            **OVERLAPPED,
+        )
         keys = merged
     return keys
 
 
 @triton.jit
 def _chunk_mass_kernel(logits, peaks, masses, V, logits_row, CHUNK: tl.constexpr):
+    enter()
     line = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     z = tl.load(logits + line * logits_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -97,6 +110,7 @@ def _logprob_kernel(
     CHUNKS: tl.constexpr,
     K: tl.constexpr,
 ):
+    enter()
     line = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
@@ -130,7 +144,14 @@ def token_logprobs(
     peaks = torch.empty(M, chunks, dtype=torch.float32, device=device)
     masses = torch.empty(M, chunks, dtype=torch.float32, device=device)
     _chunk_mass_kernel[(chunks, M)](
-        logits, peaks, masses, public_vocab, logits.stride(0), CHUNK=_CHUNK, num_warps=8
+        logits,
+        peaks,
+        masses,
+        public_vocab,
+        logits.stride(0),
+        CHUNK=_CHUNK,
+        num_warps=8,
+        **OVERLAPPED,
     )
     ranked = 0 < top <= _MOST_RANKED
     keys = _top_keys(logits, public_vocab, top) if ranked else peaks
@@ -149,6 +170,7 @@ def token_logprobs(
         CHUNKS=triton.next_power_of_2(chunks),
         K=keys.shape[1] if ranked else 0,
         num_warps=1,
+        **OVERLAPPED,
     )
     if top > _MOST_RANKED:
         z = logits[:, :public_vocab].float()
