@@ -25,6 +25,12 @@ CASES = {
         {"BLOCK": 8192},
         {"num_warps": 16},
     ),
+    "add_rms_norm-5120": (
+        "add_rms_norm.add_rms_norm_kernel",
+        {**dict.fromkeys(("x", "z", "total", "out"), BF16), "gain": FP32, "eps": "fp32"},
+        {"BLOCK": 8192},
+        {"num_warps": 16},
+    ),
     "gated_rms_norm-128": (
         "gated_rms_norm.gated_rms_norm_kernel",
         {"x": BF16, "gate": BF16, "gain": FP32, "out": BF16, "eps": "fp32"},
