@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gdn_verify.kernel import OPTIONS, VALUES, transition
+from kernels.gdn_verify.kernel import OPTIONS, VALUES, column_of, ready, transition
+from kernels.overlap import OVERLAPPED, enter
 
 if TYPE_CHECKING:
     from kernels.gdn_verify import GdnRecord
@@ -50,6 +51,7 @@ def gdn_fold_kernel(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
 ):
     """The first state_programs fold a block of a state each, the others slide histories."""
+    enter()
     BLOCKS: tl.constexpr = (DV + VALUES - 1) // VALUES
     C: tl.constexpr = 2 * HK * DK + HV * DV
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
@@ -73,22 +75,16 @@ def gdn_fold_kernel(  # noqa: PLR0915
             values = record_value + layer * value_layer + row * value_row + head * DV
             gates = record_gate + layer * gate_layer + row * gate_row + 2 * head
             keys, values = keys + dk, values + dv
-            # a column is asked for while the one before it is folded
-            next_key = tl.load(keys, mask=is_key, other=0.0)
-            next_value = tl.load(values, mask=is_value, other=0.0)
-            next_g, next_beta = tl.load(gates), tl.load(gates + 1)
+            # while one column is folded the next is made ready, and the one after it is asked for
+            column = ready(*column_of(keys, values, gates, dk, dv, True, DK, DV))
+            keys, values, gates = keys + key_column, values + value_column, gates + gate_column
+            following = column_of(keys, values, gates, dk, dv, count > 1, DK, DV)
             for i in range(count):
-                key, value = next_key.to(tl.float32), next_value.to(tl.float32)
-                g, beta = next_g, next_beta
-                following = i + 1 < count
-                live_key = dk < tl.where(following, DK, 0)
-                live_value = dv < tl.where(following, DV, 0)
-                next_key = tl.load(keys + (i + 1) * key_column, mask=live_key, other=0.0)
-                next_value = tl.load(values + (i + 1) * value_column, mask=live_value, other=0.0)
-                pair = gates + (i + 1) * gate_column
-                next_g = tl.load(pair, mask=following, other=0.0)
-                next_beta = tl.load(pair + 1, mask=following, other=0.0)
-                current = transition(current, key, value, g, beta)
+                keys, values, gates = keys + key_column, values + value_column, gates + gate_column
+                later = column_of(keys, values, gates, dk, dv, i + 2 < count, DK, DV)
+                current = transition(current, *column)
+                column = ready(*following)
+                following = later
             destination = state + layer * state_layer
             destination += (tl.load(destination_slots + row) * HV + head) * DK * DV
             tl.store(destination + cells, current, mask=is_cell)
@@ -156,4 +152,5 @@ def gdn_fold(
         VALUES=values,
         CHANNELS=channels,
         **OPTIONS,
+        **OVERLAPPED,
     )

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import OVERLAPPED, enter, release, wait
+
 if TYPE_CHECKING:
     from kernels.gdn_verify import GdnRecord
 
@@ -30,14 +32,20 @@ def unit(x):
 
 
 @triton.jit
-def transition(state, key, value, g, beta):
-    """The state [Dk, Dv] after one column: key [Dk] before its norm, value [Dv], all FP32."""
-    key = unit(key)
-    state = state * tl.exp(g)
-    recalled = tl.sum(state * (key * beta)[:, None], axis=0)
+def ready(key, value, g, beta):
+    """What `transition` takes of a column: raw key [Dk] and value [Dv], g and beta; all FP32."""
+    key = unit(key.to(tl.float32))
+    return key, key * beta, value.to(tl.float32) * beta, tl.exp(g)
+
+
+@triton.jit
+def transition(state, key, scaled_key, scaled_value, decay):
+    """The state [Dk, Dv] after one column, which is `ready`."""
+    state = state * decay
+    recalled = tl.sum(state * scaled_key[:, None], axis=0)
     return tl.fma(
         tl.broadcast_to(key[:, None], state.shape),
-        tl.broadcast_to((value * beta - recalled)[None, :], state.shape),
+        tl.broadcast_to((scaled_value - recalled)[None, :], state.shape),
         state,
     )
 
@@ -85,6 +93,7 @@ def record_kernel(
 
     KEYS and VALUES are the channels of all heads; the first part has the gates too.
     """
+    enter()
     C: tl.constexpr = 2 * KEYS + VALUES
     row = (tl.program_id(0) // width).to(tl.int64)
     i = tl.program_id(0) % width
@@ -133,6 +142,14 @@ def record_kernel(
 
 
 @triton.jit
+def column_of(keys, values, gates, dk, dv, live, DK: tl.constexpr, DV: tl.constexpr):
+    """Key, value, g and beta of a column, zeros unless it is live; pointers have dk and dv in."""
+    key = tl.load(keys, mask=dk < tl.where(live, DK, 0), other=0.0)
+    value = tl.load(values, mask=dv < tl.where(live, DV, 0), other=0.0)
+    return key, value, tl.load(gates, mask=live, other=0.0), tl.load(gates + 1, mask=live, other=0)
+
+
+@triton.jit
 def gdn_verify_kernel(
     state,
     slots,
@@ -157,6 +174,7 @@ def gdn_verify_kernel(
     VALUES: tl.constexpr,
 ):
     """Block program_id(0) % blocks of value head .. % HV of row .. of the batch."""
+    wait()
     BLOCKS: tl.constexpr = (DV + VALUES - 1) // VALUES
     head = tl.program_id(0) // BLOCKS % HV
     row = (tl.program_id(0) // (BLOCKS * HV)).to(tl.int64)
@@ -175,27 +193,37 @@ def gdn_verify_kernel(
     values = record_value + row * value_row + head * DV + dv
     gates = record_gate + row * gate_row + 2 * head
     outs = out + (row * width * HV + head) * DV + dv
-    # a column is asked for while the one before it is computed
-    live_key, live_value = dk < tl.where(count > 0, DK, 0), dv < tl.where(count > 0, DV, 0)
-    next_query = tl.load(queries, mask=live_key, other=0.0)
-    next_key = tl.load(keys, mask=live_key, other=0.0)
-    next_value = tl.load(values, mask=live_value, other=0.0)
-    next_g = tl.load(gates, mask=count > 0, other=0.0)
-    next_beta = tl.load(gates + 1, mask=count > 0, other=0.0)
+    release()
+    # while one column is computed the next is made ready, and the one after it is asked for
+    key, value, g, beta = column_of(keys, values, gates, dk, dv, count > 0, DK, DV)
+    asked = tl.load(queries, mask=dk < tl.where(count > 0, DK, 0), other=0.0)
+    column = ready(key, value, g, beta)
+    asked = unit(asked.to(tl.float32)) * (DK**-0.5)
+    following = column_of(
+        keys + key_column, values + value_column, gates + gate_column, dk, dv, count > 1, DK, DV
+    )
+    next_asked = tl.load(queries + HK * DK, mask=dk < tl.where(count > 1, DK, 0), other=0.0)
     for i in range(count):
-        key, value = next_key.to(tl.float32), next_value.to(tl.float32)
-        asked, g, beta = next_query.to(tl.float32), next_g, next_beta
-        following = i + 1 < count
-        live_key, live_value = dk < tl.where(following, DK, 0), dv < tl.where(following, DV, 0)
-        next_query = tl.load(queries + (i + 1) * HK * DK, mask=live_key, other=0.0)
-        next_key = tl.load(keys + (i + 1) * key_column, mask=live_key, other=0.0)
-        next_value = tl.load(values + (i + 1) * value_column, mask=live_value, other=0.0)
-        next_g = tl.load(gates + (i + 1) * gate_column, mask=following, other=0.0)
-        next_beta = tl.load(gates + (i + 1) * gate_column + 1, mask=following, other=0.0)
-        current = transition(current, key, value, g, beta)
-        asked = unit(asked) * (DK**-0.5)
+        live = i + 2 < count
+        later = column_of(
+            keys + (i + 2) * key_column,
+            values + (i + 2) * value_column,
+            gates + (i + 2) * gate_column,
+            dk,
+            dv,
+            live,
+            DK,
+            DV,
+        )
+        later_asked = tl.load(
+            queries + (i + 2) * HK * DK, mask=dk < tl.where(live, DK, 0), other=0.0
+        )
+        current = transition(current, *column)
         read = tl.sum(current * asked[:, None], axis=0)
         tl.store(outs + i * HV * DV, read.to(out.dtype.element_ty), mask=is_value)
+        column = ready(*following)
+        asked = unit(next_asked.to(tl.float32)) * (DK**-0.5)
+        following, next_asked = later, later_asked
     for i in range(count, width):
         nothing = tl.zeros((VALUES,), dtype=tl.float32)
         tl.store(outs + i * HV * DV, nothing.to(out.dtype.element_ty), mask=is_value)
@@ -246,6 +274,7 @@ def gdn_verify(
         HEADS_BLOCK=triton.next_power_of_2(HV),
         CHANNELS=channels,
         num_warps=2,
+        **OVERLAPPED,
     )
     values = min(VALUES, triton.next_power_of_2(DV))
     gdn_verify_kernel[(B * HV * triton.cdiv(DV, values),)](
@@ -266,5 +295,6 @@ def gdn_verify(
         KEYS=triton.next_power_of_2(DK),
         VALUES=values,
         **OPTIONS,
+        **OVERLAPPED,
     )
     return out
