@@ -6,8 +6,8 @@ Maths: n = gain * x / sqrt(mean(x^2) + eps) over D. Of n, the first R = rotary_d
     elements from R on pass through. With three position axes (temporal, height, width) and
     sections (s0, s1, s2), pair r takes its position from height if r % 3 == 1 and r < 3*s1, from
     width if r % 3 == 2 and r < 3*s2, else from temporal: interleaved, not in blocks.
-Shapes: x [B, W, heads, D], gain [D], positions int64 [B, W] or [3, B, W]; the result is shaped
-    as x.
+Shapes: x [B, W, heads, D], gain [D] or a head's own [heads, D], positions int64 [B, W] or
+    [3, B, W]; the result is shaped as x.
 Domain: R even, 0 < R <= D; s0 + s1 + s2 = R/2, and sections are given whenever positions have
     three axes. With positions [B, W] all axes are equal and sections change nothing. x may be a
     strided view.
@@ -41,7 +41,7 @@ def head_norm_rope(
 
     Args:
         x: heads before the norm.
-        gain: [D], what multiplies after the norm.
+        gain: [D], or [heads, D] where heads differ: what multiplies after the norm.
         positions: [B, W], or [3, B, W] for temporal, height and width.
         eps: added to the mean square.
         theta: base of the rotary frequencies.
@@ -51,8 +51,8 @@ def head_norm_rope(
     Raises:
         ValueError: a shape does not fit, R is odd or beyond D, or sections do not sum to R/2.
     """
-    B, W, _, D = x.shape
-    require("gain", gain, (D,))
+    B, W, heads, D = x.shape
+    require("gain", gain, (D,) if gain.ndim == 1 else (heads, D))
     require_that(
         rotary_dim % 2 == 0 and 0 < rotary_dim <= D, "rotary_dim", f"even, 2..{D}", rotary_dim
     )

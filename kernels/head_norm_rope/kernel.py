@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from kernels.head_norm_rope.reference import frequencies
+from kernels.overlap import OVERLAPPED, enter
 
 
 @triton.jit
@@ -21,6 +22,7 @@ def head_norm_rope_kernel(
     x_row,
     x_column,
     x_head,
+    gain_head,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     HEIGHT_END: tl.constexpr,
@@ -32,9 +34,11 @@ def head_norm_rope_kernel(
 
     `columns` is their number; positions are [columns], or [3, columns] with AXES.
     """
+    enter()
     column = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     x += column // width * x_row + column % width * x_column + head * x_head
+    gain += head * gain_head
     at = tl.arange(0, BLOCK)
     inside = at < D
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -79,7 +83,7 @@ def head_norm_rope(
     if out.numel():
         head_norm_rope_kernel[(B * W, heads)](
             x,
-            gain,
+            gain.contiguous(),
             positions.contiguous(),
             frequencies(theta, rotary_dim, x.device),
             out,
@@ -88,6 +92,7 @@ def head_norm_rope(
             heads,
             B * W,
             *x.stride()[:3],
+            D if gain.ndim == 2 else 0,
             D=D,
             ROTARY=rotary_dim,
             HEIGHT_END=3 * height,
@@ -95,5 +100,6 @@ def head_norm_rope(
             AXES=positions.ndim == 3,
             BLOCK=triton.next_power_of_2(D),
             num_warps=1,
+            **OVERLAPPED,
         )
     return out

@@ -158,6 +158,17 @@ def test_strided_view_equals_its_copy_and_is_left_alone():
     assert torch.equal(packed, kept)
 
 
+def test_heads_with_gains_of_their_own_equal_each_alone():
+    torch.manual_seed(8)
+    x, gains = torch.randn(2, 3, 4, 16), torch.randn(4, 16)
+    positions = torch.randint(0, 100, (2, 3))
+    rope = {"eps": EPS, "theta": THETA, "rotary_dim": 8}
+    together = head_norm_rope(x, gains, positions, **rope)
+    for head, gain in enumerate(gains):
+        alone = head_norm_rope(x[:, :, head : head + 1], gain, positions, **rope)
+        assert torch.equal(together[:, :, head : head + 1], alone)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -173,8 +184,9 @@ def test_strided_view_equals_its_copy_and_is_left_alone():
             r"positions: expected \[1, 2\], got \[2, 2\]",
         ),
         ({"gain": torch.ones(8)}, r"gain: expected \[16\], got \[8\]"),
+        ({"gain": torch.ones(2, 16)}, r"gain: expected \[1, 16\], got \[2, 16\]"),
     ],
-    ids=["odd", "too-wide", "sections", "no-sections", "positions", "gain"],
+    ids=["odd", "too-wide", "sections", "no-sections", "positions", "gain", "gains"],
 )
 def test_what_does_not_fit_is_refused(change, message):
     arguments = {

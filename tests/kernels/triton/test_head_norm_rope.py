@@ -55,3 +55,12 @@ def test_column_does_not_depend_on_its_neighbours(random):
     together = head_norm_rope(x, gain, positions, **options)
     alone = head_norm_rope(x[1:, 2:3], gain, positions[1:, 2:3], **options)
     assert torch.equal(together[1:, 2:3], alone)
+
+
+def test_heads_with_gains_of_their_own_equal_each_alone(random):
+    x, gains, positions = random(2, 3, 4, 16), random(4, 16), torch.arange(6).view(2, 3)
+    options = {"eps": 1e-6, "theta": THETA, "rotary_dim": 8}
+    together = head_norm_rope(x, gains, positions, **options)
+    for head, gain in enumerate(gains):
+        alone = head_norm_rope(x[:, :, head : head + 1], gain, positions, **options)
+        assert torch.equal(together[:, :, head : head + 1], alone)
