@@ -1,10 +1,11 @@
 """Triton form; see the contract.
 
 The query heads that share a key head are further columns of one product. Positions are cut into
-runs of SPLIT at multiples of it; a program scores one run, and a second kernel adds a column's runs
-in ascending order, as many as its own position asks for. So the arithmetic of a column follows from
-its position alone: not from the width of its block, its neighbours, or the length of the page
-table, which only decides how many programs are launched. More than NARROW columns (a prefill) are
+runs, of NEAR below FAR_FROM and of FAR from there on: short ones go side by side, long ones leave
+less to add. A program scores one run, and a second kernel adds a column's runs in ascending order,
+as many as its own position asks for. So the arithmetic of a column follows from its position alone:
+not from the width of its block, its neighbours, or the length of the page table, which only decides
+how many programs are launched. More than NARROW columns (a prefill) are
 not cut: a program goes through all positions before its columns.
 
 Nothing is read from a cell that this call writes: keys and values from the frontier on are taken
@@ -15,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import OVERLAPPED, enter
+
 NARROW = 32
-SPLIT = 256  # positions of a run
+NEAR, FAR, FAR_FROM = 128, 512, 2048  # positions of a run below FAR_FROM, and beyond
 RUNS = 16  # added at a time
 KEYS = 64  # scored at a time
 WARPS, STAGES = 8, 2
@@ -34,6 +37,20 @@ def _extend(scores, values, greatest, total, attended):
     attended = attended * kept[:, None]
     attended = tl.dot(weights.to(values.dtype), values, attended, input_precision="ieee")
     return higher, total, attended
+
+
+@triton.jit
+def _first_of(run, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
+    """The first position of a run."""
+    beyond = run - FAR_FROM // NEAR
+    return tl.where(beyond < 0, run * NEAR, FAR_FROM + beyond * FAR)
+
+
+@triton.jit
+def _run_of(position, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.constexpr):
+    """The run that a position lies in."""
+    beyond = FAR_FROM // NEAR + (position - FAR_FROM) // FAR
+    return tl.where(position < FAR_FROM, position // NEAR, beyond)
 
 
 @triton.jit
@@ -71,7 +88,10 @@ def attend_kernel(  # noqa: PLR0915
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WHOLE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    FAR_FROM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,8 +99,10 @@ def attend_kernel(  # noqa: PLR0915
     """Run program_id(0), rows (column, head of the group) of tile program_id(1), key head.
 
     partial is FP32 [B, width, HKV*GROUP, runs, D]; statistics [.., runs, 2] hold each run's
-    greatest exponent and its sum of exponentials. WHOLE writes `out` instead.
+    greatest exponent and its sum of exponentials. WHOLE writes `out` instead. EVEN says that a tile
+    of KEYS never leaves a page: the pages of a run are then looked up together, beforehand.
     """
+    enter()
     row = (tl.program_id(2) // HKV).to(tl.int64)
     shared = tl.program_id(2) % HKV
     frontier = tl.load(frontiers + row).to(tl.int32)
@@ -98,9 +120,15 @@ def attend_kernel(  # noqa: PLR0915
     first = 0
     end = frontier + end_column
     if not WHOLE:
-        first = tl.program_id(0) * SPLIT
-        end = tl.minimum(end, first + SPLIT)
+        first = _first_of(tl.program_id(0), NEAR, FAR, FAR_FROM)
+        end = tl.minimum(end, _first_of(tl.program_id(0) + 1, NEAR, FAR, FAR_FROM))
     if (first_column < count) & (first < end):
+        TILES: tl.constexpr = FAR // KEYS
+        nth_tile = tl.arange(0, TILES)
+        if EVEN:
+            reached = first + nth_tile * KEYS
+            numbers = page_tables + row * table_width + reached // page
+            numbers = tl.load(numbers, mask=reached < end, other=0)
         asked = query + row * query_row + column[:, None].to(tl.int64) * query_column
         asked = tl.load(asked + head[:, None] * query_head + at[None, :], mask=own, other=0.0)
         greatest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
@@ -110,7 +138,11 @@ def attend_kernel(  # noqa: PLR0915
         solid = first + tl.maximum(tl.minimum(frontier, end) - first, 0) // KEYS * KEYS
         for start in range(first, solid, KEYS):
             place = start + tl.arange(0, KEYS)
-            cell = tl.load(page_tables + row * table_width + place // page) * page + place % page
+            if EVEN:
+                number = tl.sum(tl.where(nth_tile == (start - first) // KEYS, numbers, 0))
+            else:
+                number = tl.load(page_tables + row * table_width + place // page)
+            cell = number * page + place % page
             cell = (cell * HKV + shared) * D
             keys = tl.load(key_pages + cell[None, :] + at[:, None], mask=inside[:, None], other=0.0)
             values = tl.load(
@@ -122,8 +154,12 @@ def attend_kernel(  # noqa: PLR0915
         for start in tl.range(solid, end, KEYS, num_stages=1):
             place = start + tl.arange(0, KEYS)
             stored, fresh = place < tl.minimum(frontier, end), (place >= frontier) & (place < end)
-            table = page_tables + row * table_width + place // page
-            cell = tl.load(table, mask=place < end, other=0) * page + place % page
+            if EVEN:
+                number = tl.sum(tl.where(nth_tile == (start - first) // KEYS, numbers, 0))
+            else:
+                table = page_tables + row * table_width + place // page
+                number = tl.load(table, mask=place < end, other=0)
+            cell = number * page + place % page
             cell = (cell * HKV + shared) * D
             nth = tl.where(fresh, place - frontier, 0).to(tl.int64)
             mine = fresh & (nth >= first_column)
@@ -188,11 +224,14 @@ def combine_kernel(
     gate_column,
     gate_head,
     D: tl.constexpr,
-    SPLIT: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    FAR_FROM: tl.constexpr,
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adds the runs of head program_id(1) of column program_id(0), counted over all rows."""
+    enter()
     line = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row, column = line // width, line % width
@@ -202,7 +241,8 @@ def combine_kernel(
     if column < tl.load(counts + row):
         partial += (line * tl.num_programs(1) + head) * runs * D
         statistics += (line * tl.num_programs(1) + head) * runs * 2
-        needed = ((tl.load(frontiers + row) + column) // SPLIT + 1).to(tl.int32)
+        last = (tl.load(frontiers + row) + column).to(tl.int32)
+        needed = _run_of(last, NEAR, FAR, FAR_FROM) + 1
         greatest = float("-inf")
         total = 0.0
         attended = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -252,7 +292,7 @@ def causal_attention(
     page_tables = page_tables.contiguous()
     N = page_tables.shape[1]
     whole = W > NARROW
-    runs = 1 if whole else triton.cdiv(N * page, SPLIT)
+    runs = 1 if whole else run_count(N * page)
     out = query.new_empty(B, W, Hq * D)
     partial = statistics = out
     if not whole:
@@ -260,6 +300,8 @@ def causal_attention(
         statistics = query.new_empty((B, W, Hq, runs, 2), dtype=torch.float32)
     narrow = key_pages.element_size() <= 2
     rows = 128 if whole and narrow else 64
+    keys = KEYS if narrow else 32
+    cuts = {"NEAR": NEAR, "FAR": FAR, "FAR_FROM": FAR_FROM}
     block = max(triton.next_power_of_2(D), 16)
     attend_kernel[(runs, triton.cdiv(W * group, rows), B * Hkv)](
         query,
@@ -287,13 +329,15 @@ def causal_attention(
         GROUP=group,
         D=D,
         WHOLE=whole,
-        SPLIT=SPLIT,
+        EVEN=not whole and page % keys == 0,
         ROWS=rows,
-        KEYS=KEYS if narrow else 32,
+        KEYS=keys,
         BLOCK=block,
+        **cuts,
         num_warps=8 if whole else WARPS,
         num_stages=2 if whole else STAGES,
         enable_fp_fusion=False,
+        **OVERLAPPED,
     )
     if not whole:
         combine_kernel[(B * W, Hq)](
@@ -307,9 +351,16 @@ def causal_attention(
             runs,
             *gate.stride()[:3],
             D=D,
-            SPLIT=SPLIT,
+            **cuts,
             RUNS=RUNS,
             BLOCK=block,
             num_warps=4,
+            **OVERLAPPED,
         )
     return out
+
+
+def run_count(positions: int) -> int:
+    """How many runs the first positions are cut into."""
+    near, far = min(positions, FAR_FROM), max(positions - FAR_FROM, 0)
+    return triton.cdiv(near, NEAR) + triton.cdiv(far, FAR)

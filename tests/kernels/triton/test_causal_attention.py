@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels.causal_attention import causal_attention
-from kernels.causal_attention.kernel import SPLIT
+from kernels.causal_attention import causal_attention, kernel
 from kernels.causal_attention.reference import causal_attention as reference
 
 NAN = float("nan")
+NEAR = kernel.NEAR
 
 
 def arguments(random, frontiers, counts, W, *, Hq=4, Hkv=2, D=16, page=64, dtype=torch.float32):
@@ -56,9 +56,9 @@ def same(a, b):
     ("frontiers", "counts", "W", "shape"),
     [
         ((0, 5), (3, 1), 3, {}),
-        ((SPLIT - 2, 70), (4, 0), 4, {}),
+        ((NEAR - 2, 270), (4, 0), 4, {}),
         ((13,), (2,), 5, {"Hq": 3, "Hkv": 1, "D": 12, "page": 5}),
-        ((SPLIT + 1,), (1,), 1, {"Hq": 6, "Hkv": 1, "D": 32, "page": 16}),
+        ((4 * NEAR + 1,), (1,), 1, {"Hq": 6, "Hkv": 1, "D": 32, "page": 16}),
         ((30,), (20,), 20, {"Hq": 4, "Hkv": 1}),
     ],
     ids=str,
@@ -91,7 +91,26 @@ def test_values_may_be_stored_narrower_than_keys(random, distance):
     assert same(mine[5], theirs[5])
 
 
-@pytest.mark.parametrize("frontier", [3, SPLIT - 3], ids=lambda f: f"F={f}")
+@pytest.fixture
+def soon_far(monkeypatch):
+    """Runs that grow at once, for the interpreter is slow."""
+    monkeypatch.setattr(kernel, "FAR_FROM", 2 * NEAR)
+    monkeypatch.setattr(kernel, "FAR", 4 * NEAR)
+
+
+@pytest.mark.usefixtures("soon_far")
+@pytest.mark.parametrize("page", [64, 20], ids=lambda p: f"page={p}")
+def test_runs_that_grow_equal_reference(random, distance, page):
+    frontiers, counts = (2 * NEAR - 2, 2 * NEAR, 6 * NEAR - 1, 9 * NEAR + 3), (4, 1, 3, 4)
+    x = arguments(random, frontiers, counts, 4, page=page)
+    mine, theirs = copied(x), copied(x)
+    assert distance(causal_attention(*mine), reference(*theirs)) < 2e-6
+    for plane in (4, 5):
+        assert same(mine[plane], theirs[plane])
+
+
+@pytest.mark.usefixtures("soon_far")
+@pytest.mark.parametrize("frontier", [3, NEAR - 3, 2 * NEAR - 3], ids=lambda f: f"F={f}")
 def test_column_does_not_depend_on_width_neighbours_or_bucket(random, frontier):
     """Column by column, and in narrower blocks, with a longer table, among rows and alone."""
     x = arguments(random, (frontier, 90), (8, 2), 8)

@@ -15,6 +15,7 @@ SHARED_MEMORY = 227 * 1024
 BF16, FP32, INT64 = "*bf16", "*fp32", "*i64"
 GDN_27B = {"HK": 16, "HV": 48, "DK": 128, "DV": 128, "KEYS": 128, "VALUES": 16}
 GDN_35B = GDN_27B | {"HV": 32}
+RUNS = {"NEAR": 128, "FAR": 512, "FAR_FROM": 2048}
 ROPE = {"D": 256, "ROTARY": 64, "HEIGHT_END": 33, "WIDTH_END": 30, "BLOCK": 256}
 
 # kernel, pointer and float arguments, constants, options; integer arguments are the rest
@@ -139,7 +140,8 @@ CASES = {
                 "GROUP": group,
                 "D": 256,
                 "WHOLE": whole,
-                "SPLIT": 256,
+                "EVEN": not whole,
+                **RUNS,
                 "ROWS": 128 if whole else 64,
                 "KEYS": 64,
                 "BLOCK": 256,
@@ -156,7 +158,7 @@ CASES = {
             **dict.fromkeys(("gate", "out"), BF16),
             **dict.fromkeys(("frontiers", "counts"), INT64),
         },
-        {"D": 256, "SPLIT": 256, "RUNS": 16, "BLOCK": 256},
+        {"D": 256, **RUNS, "RUNS": 16, "BLOCK": 256},
         {},
     ),
     "moe-route": (
