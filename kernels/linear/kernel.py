@@ -8,7 +8,8 @@ runs of one tile find each other through a counter in memory: the last to arrive
 left there.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from kernels.overlap import OVERLAPPED, release, wait
+
 WIDEST = 256
 COLUMNS = 128  # of one program, at most
 PROCESSORS = 132  # that a plan has in mind, wherever it runs: sums must not depend on the device
 SPLITS = (1, 2, 3, 4, 6, 8)
 SHORTEST_RUN = 8  # tiles of K
+_LINES = 32
+_lines: dict[tuple[torch.device, int], int] = {}
+_next_line = count()
 
 
 class Plan(NamedTuple):
@@ -53,6 +59,7 @@ def linear_kernel(
 
     partial is FP32 [SPLIT, M, N]; arrivals are zero before and after.
     """
+    wait()
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
@@ -73,6 +80,8 @@ def linear_kernel(
             right = tl.load(columns + at, mask=k[:, None] < K - at, other=0.0)
         accumulated = tl.dot(tile, right, accumulated, input_precision="ieee")
 
+    # not earlier: the next kernel's programs would stand in the way of those that stream
+    release()
     inside = (n[:, None] < N) & (m[None, :] < M)
     cell = m.to(tl.int64)[None, :] * N + n[:, None]
     if SPLIT == 1:
@@ -134,6 +143,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
         EVEN_K=K % plan.block_k == 0,
         num_warps=8 if columns > 64 else 4,
         num_stages=3 if columns > 64 else 5 if columns <= 32 and block_n == 64 else 4,
+        **OVERLAPPED,
     )
     return out.view(*x.shape[:-1], N)
 
@@ -154,8 +164,17 @@ def tile_rows(N: int, split: int, columns: int) -> int:
     return 128 if not few and (columns > 32 or programs <= PROCESSORS) else 64
 
 
-@lru_cache(maxsize=8)
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters for the tiles of a call; a call leaves them zero, and calls follow one another."""
+    """Counters for the tiles of a call; a call leaves them zero for the next one on its stream."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    line = _lines.get((device, stream))
+    if line is None:
+        line = _lines.setdefault((device, stream), next(_next_line))
+    return _counters(device, line // _LINES)[line % _LINES]
+
+
+@cache
+def _counters(device: torch.device, block: int) -> torch.Tensor:
+    """Counters of _LINES streams, made at once: a stream is often first seen while captured."""
     with torch.inference_mode(False):
-        return torch.zeros(8 * PROCESSORS, dtype=torch.int32, device=device)
+        return torch.zeros((_LINES, 8 * PROCESSORS), dtype=torch.int32, device=device)

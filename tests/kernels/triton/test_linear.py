@@ -1,9 +1,11 @@
 """The small product's kernel against its reference, and alone against itself in company."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kernels.linear import linear
+from kernels.linear import kernel, linear
 from kernels.linear.kernel import SPLITS, cut, product
 from kernels.linear.reference import linear as reference
 
@@ -78,6 +80,21 @@ def test_weight_alone_decides_the_runs_of_k(N, K, split):
     plan = cut(N, K, 2)
     assert plan == (128, split)
     assert plan.split in SPLITS
+
+
+def test_streams_count_apart(monkeypatch):
+    """Two engines of one process may be in the same product at once."""
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(kernel, "_lines", {})
+    monkeypatch.setattr(kernel, "_LINES", 2)
+    monkeypatch.setattr(kernel, "_counters", lambda device, block: [(block, 0), (block, 1)])
+    seen = {}
+    for number in (7, 5, 7, 9, 5):
+        stream.cuda_stream = number
+        seen.setdefault(number, set()).add(kernel._arrivals(torch.device("cuda", 0)))
+    assert all(len(places) == 1 for places in seen.values())
+    assert len(set.union(*seen.values())) == 3
 
 
 def test_tile_of_weight_rows_changes_no_bit(random, monkeypatch):
