@@ -113,7 +113,7 @@ def load_blocks(
             facts,
             DraftFacts.load(draft_checkpoint, facts),
         )
-        return plan.load_blocks(checkpoint), options.prefill_chunk
+        return plan.load_blocks(checkpoint, draft_checkpoint), options.prefill_chunk
 
 
 @dataclass(frozen=True)

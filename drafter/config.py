@@ -152,8 +152,8 @@ class DraftConfig:
 
     @property
     def feature_width(self) -> int:
-        """Values of one position's features: taps x H."""
-        return len(self.draft.target_layer_ids) * self.draft.hidden_size
+        """H: values of one position's projected features."""
+        return self.draft.hidden_size
 
     @property
     def context_plan(self) -> ContextPlan:

@@ -91,7 +91,7 @@ class DraftGraphs:
         """Writes the context keys and values of new positions; does not wait for the device.
 
         Args:
-            features: [rows, taps * H] raw target residuals of each context in ``append``, in host
+            features: [rows, H] projected features of each context in ``append``, in host
                 memory, activation type. They may go when this returns.
             append: Where they go.
 
@@ -101,7 +101,7 @@ class DraftGraphs:
         most, destinations = self._extents.feature_rows[-1], append.destinations.numpy()
         first = 0
         for pieces in _parts(features, most):
-            end = first + sum(map(len, pieces))
+            end = first + sum(piece.shape[0] for piece in pieces)
             rows = self._extents.feature_rows_for(end - first)
             self._buffers.write(pieces, destinations[:, first:end], rows)
             if first == 0:
@@ -191,7 +191,7 @@ class FeatureBuffers:
     so that a message is taken while the copies of earlier ones still wait for the device.
 
     Attributes:
-        features: [rows, taps * H] on the device.
+        features: [rows, H] on the device.
         destinations: [3, rows] int64 on the device.
         byte_count: bytes of one buffer.
     """
@@ -226,7 +226,7 @@ class FeatureBuffers:
         """Lays rows out in host memory, and dead rows behind them.
 
         Args:
-            pieces: [*, taps * H] in host memory.
+            pieces: [*, H] in host memory.
             destinations: [3, live rows] int64.
             rows: Live and dead ones.
         """
@@ -394,11 +394,11 @@ def _parts(features: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
     room = most
     for rows in features:
         rest = rows
-        while len(rest) > room:
+        while rest.shape[0] > room:
             part.append(rest[:room])
             rest = rest[room:]
             yield part
             part, room = [], most
         part.append(rest)
-        room -= len(rest)
+        room -= rest.shape[0]
     yield part

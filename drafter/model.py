@@ -72,30 +72,16 @@ class DraftModel:
         self._places = tuple(places[index] for index in range(draft.layer_count))
         self._columns = torch.arange(MOST_DRAFT_TOKENS + 1, device=memory.device)
 
-    def project(self, features: Tensor) -> Tensor:
-        """Context features: c_t = rms_norm(W_feature s_t).
-
-        Args:
-            features: [rows, taps * H] raw target residuals, activation type.
-
-        Returns:
-            [rows, H], like ``features``.
-        """
-        weights = self._weights
-        return rms_norm(
-            linear(features, weights.feature), weights.context_norm, self._draft.norm_eps
-        )
-
     def materialize(self, features: Tensor, destinations: Tensor) -> None:
         """Writes the context keys and values of new positions in every layer.
 
         Args:
-            features: [rows, taps * H] raw target residuals, activation type.
+            features: [rows, H] projected features c_t, activation type.
             destinations: [3, rows] int64, as `drafter.context.Append` has them; a row whose cells
                 are all -1 is kept nowhere, whatever its features hold.
         """
         positions, ring_cells, page_cells = destinations.unsqueeze(1)
-        context = self.project(features).unsqueeze(0)
+        context = features.unsqueeze(0)
         self._keep(self._weights.local, context, positions, ring_cells)
         self._keep(self._weights.full, context, positions, page_cells)
 

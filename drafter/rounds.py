@@ -41,7 +41,7 @@ class Row:
     """One row of a round on its way from request to reply."""
 
     request: wire.RoundRow
-    features: torch.Tensor | None  # [n, taps * H], None when nothing is pending
+    features: torch.Tensor | None  # [n, H], None when nothing is pending
     context: Context | None = None
     ask: ProposalAsk | None = None
     fault: FaultError | None = None
@@ -49,7 +49,7 @@ class Row:
     @property
     def feature_count(self) -> int:
         """Pending rows that came along."""
-        return 0 if self.features is None else len(self.features)
+        return 0 if self.features is None else self.features.shape[0]
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ class DraftRounds:
     def _append(self, pieces: Sequence[tuple[Context, torch.Tensor]]) -> Span | None:
         if not pieces:
             return None
-        append = self._memory.append([(context, len(features)) for context, features in pieces])
-        span = self._graphs.materialize([features for _, features in pieces], append)
+        append = self._memory.append([(context, rows.shape[0]) for context, rows in pieces])
+        span = self._graphs.materialize([rows for _, rows in pieces], append)
         append.commit()
-        self._counters["feature_rows"] += sum(len(features) for _, features in pieces)
+        self._counters["feature_rows"] += append.destinations.shape[1]
         return span
 
     def _ask(self, row: Row) -> Row:
@@ -241,7 +241,7 @@ class DraftRounds:
         try:
             context = self._sequences.find(event.sequence_id, event.epoch)
             context.expect(event.first_position)
-            self._memory.expect_room(context, len(features))
+            self._memory.expect_room(context, features.shape[0])
         except FaultError as fault:
             return self._sequence_fault(event, fault)
         self._append([(context, features)])
@@ -317,8 +317,9 @@ class DraftRounds:
         else:
             shape = (None, self._config.feature_width)
             features = tensors.decode(rows, shape, self._config.profile.activation)
-        if not 1 <= len(features) <= FEATURE_ROWS_LIMIT:
-            raise invalid("rows", f"1..{FEATURE_ROWS_LIMIT}", len(features))
+        row_count = features.shape[0]
+        if not 1 <= row_count <= FEATURE_ROWS_LIMIT:
+            raise invalid("rows", f"1..{FEATURE_ROWS_LIMIT}", row_count)
         return features
 
     def _status(self, fault: FaultError) -> status_pb2.Status:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafter.config import FULL_HEAD, DraftConfig
 from outrider.checkpoint import Checkpoint, CheckpointError, TensorFile
-from outrider.pair import FULL, SLIDING
+from outrider.pair import FULL, PROJECTION, PROJECTION_GAIN, SLIDING, draft_prefix
 
 SIDES = 2  # of a convolution: before its branch and after it
 
@@ -79,8 +79,6 @@ class DraftWeights:
     """Everything a drafter computes with."""
 
     embedding: Tensor  # [V, H], the target's
-    feature: Tensor  # [H, taps * H]
-    context_norm: Tensor  # [H] FP32
     layers: tuple[LayerWeights, ...]
     local: LayerGroup
     full: LayerGroup
@@ -98,13 +96,17 @@ class _Reader:
         self._dtype = config.profile.activation
         self._progress = progress
         names = draft.names
-        self._prefix = "model." if "model.fc.weight" in names else ""
+        self._prefix = draft_prefix(draft)
         # releases store the codebooks bare; a model saved anew stores them as embeddings
         bare = f"{self._prefix}candidate_selector.predecessor_codebook"
         self._codebook_suffix = ".weight" if f"{bare}.weight" in names else ""
         self._shapes = {self._stored(n): shape for n, shape in draft_shapes(config).items()}
         draft.expect(self._shapes)
-        self._total = sum(self._bytes(shape) for shape in self._shapes.values())
+        # the verifier projects features; here it only counts that the folder is whole
+        elsewhere = {self._stored(name) for name in (PROJECTION, PROJECTION_GAIN)}
+        self._total = sum(
+            self._bytes(shape) for name, shape in self._shapes.items() if name not in elsewhere
+        )
         self._done = 0
 
     def _stored(self, name: str) -> str:
@@ -167,8 +169,8 @@ def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (hidden, draft.intermediate_size),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, config.feature_width),
-        "hidden_norm.weight": (hidden,),
+        PROJECTION: draft.projection_shape,
+        PROJECTION_GAIN: (hidden,),
         "norm.weight": (hidden,),
     }
     if draft.format == "dflash2":
@@ -235,8 +237,6 @@ def load_weights(
     head = embedding if facts.tied else _on_device(config, target, facts.head_name)
     return DraftWeights(
         embedding=embedding,
-        feature=read.tensor("fc.weight"),
-        context_norm=read.gain("hidden_norm.weight"),
         layers=tuple(layers[index] for index in range(len(layers))),
         local=local,
         full=full,

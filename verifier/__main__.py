@@ -24,6 +24,7 @@ from verifier.blocks import Blocks, rounded_up
 from verifier.config import TargetConfig
 from verifier.drafter_link import DrafterLink
 from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
+from verifier.projection import Projection, projection_plan
 from verifier.rounds import Rounds
 from verifier.scheduler import Engine
 from verifier.service import Backend, GenerationService, ModelFacts, ServerFacts, build_server
@@ -118,17 +119,19 @@ def start(options: VerifierOptions) -> Running:
         OptionError: An option out of range, or a plan that does not fit.
         AddressError: The address is taken.
     """
-    with open_checkpoint(options.target, options.load_format) as checkpoint:
+    with (
+        open_checkpoint(options.target, options.load_format) as checkpoint,
+        open_checkpoint(options.draft, options.load_format) as draft_checkpoint,
+    ):
         target = TargetFacts.read(checkpoint)
         config = TargetConfig.read(target)
-        with open_checkpoint(options.draft, options.load_format) as draft_checkpoint:
-            draft = DraftFacts.load(
-                draft_checkpoint, target, causal_local_layers=options.causal_local_layers
-            )
+        draft = DraftFacts.load(
+            draft_checkpoint, target, causal_local_layers=options.causal_local_layers
+        )
         plan = Plan(options, config, target, draft)
         running = Running(options)
         try:
-            engine, backend = plan.build(checkpoint, running)
+            engine, backend = plan.build(checkpoint, draft_checkpoint, running)
         except BaseException:
             running.stop(0)
             raise
@@ -169,7 +172,7 @@ class Plan:
                 f"--max-context: expected {self.width} to {config.max_position}, "
                 f"got {self.max_context}"
             )
-        self.row_bytes = len(draft.target_layer_ids) * config.hidden_size * self.dtype.itemsize
+        self.row_bytes = draft.hidden_size * self.dtype.itemsize
         round_bytes = options.max_concurrency * self.width * self.row_bytes
         if round_bytes >= serving.MESSAGE_LIMIT:
             raise OptionError(
@@ -179,6 +182,7 @@ class Plan:
             )
         self.sizes = [
             *weight_plan(target, config, self.dtype),
+            *projection_plan(draft, self.dtype),
             *state_plan(
                 config,
                 lanes=options.max_concurrency,
@@ -194,10 +198,12 @@ class Plan:
             terms = " + ".join(f"{what} {size}" for what, size in self.sizes)
             raise OptionError(f"memory: expected at most {available} bytes, got {terms} = {needed}")
 
-    def build(self, checkpoint: Checkpoint, running: Running) -> tuple[Engine, Backend]:
+    def build(
+        self, checkpoint: Checkpoint, draft_checkpoint: Checkpoint, running: Running
+    ) -> tuple[Engine, Backend]:
         """Loads weights, allocates state and wires the engine."""
         options = self.options
-        blocks = self.load_blocks(checkpoint)
+        blocks = self.load_blocks(checkpoint, draft_checkpoint)
         text = Text.load(checkpoint)
         link = DrafterLink(
             options.drafter,
@@ -240,7 +246,7 @@ class Plan:
         )
         return engine, backend
 
-    def load_blocks(self, checkpoint: Checkpoint) -> Blocks:
+    def load_blocks(self, checkpoint: Checkpoint, draft_checkpoint: Checkpoint) -> Blocks:
         """Loads weights, allocates all memory and captures the graphs of a round."""
         options, config = self.options, self.config
         with serving.LoadingProgress("target") as progress:
@@ -266,6 +272,7 @@ class Plan:
         blocks = Blocks(
             Target(config, weights, state, self.draft.target_layer_ids),
             tables,
+            Projection.load(draft_checkpoint, self.draft, dtype=self.dtype, device=options.device),
             Replays(options.device),
             lanes=options.max_concurrency,
             width=self.width,

@@ -22,6 +22,7 @@ from kernels.speculative_accept import speculative_accept
 from kernels.staging import Staging
 from kernels.target_distribution import target_distribution
 from verifier.acceptance import LicensedRow, SamplingTables
+from verifier.projection import Projection
 from verifier.state import Residency, StateRows
 from verifier.target import Forward, Results, Target
 
@@ -97,6 +98,7 @@ class _Buffers:
         )
         self.host = {name: tensor.numpy() for name, tensor in self.inputs.host.items()}
         self.results = blocks.results.view(rows, width)
+        self.projected = blocks.projected[: rows * width].view(rows, width, -1)
         self.features = blocks.host_features[: rows * width].view(rows, width, -1)
         self.forward = Forward(
             self.results.logits,
@@ -120,6 +122,7 @@ class Blocks:
     Args:
         target: The target model and its state.
         tables: Sampling parameters and counts by lane.
+        projection: What features become before they leave the device.
         replays: The stream and the graphs.
         lanes: B.
         width: W.
@@ -131,6 +134,7 @@ class Blocks:
         self,
         target: Target,
         tables: SamplingTables,
+        projection: Projection,
         replays: Replays,
         *,
         lanes: int,
@@ -140,6 +144,7 @@ class Blocks:
     ) -> None:
         self.target = target
         self.tables = tables
+        self.projection = projection
         self.replays = replays
         self.support = support
         self.width = width
@@ -149,16 +154,15 @@ class Blocks:
         self._on_cuda = self.device.type == "cuda"
         largest = rounded_up(lanes) if self._on_cuda else lanes
         self.results = Results.empty(target, largest, width)
-        feature_width = target.feature_width
+        row_width = projection.width
+        self.host_features = torch.empty(
+            (largest * width, row_width), dtype=target.dtype, pin_memory=self._on_cuda
+        )
+        self.projected = torch.empty_like(self.host_features, device=self.device)
         if self._on_cuda:
-            shape = (largest * width, feature_width)
-            self.host_features = torch.empty(shape, dtype=target.dtype, pin_memory=True)
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        else:
-            self.host_features = self.results.features
         self._prefill_rows = [
-            _HostRows((chunk, feature_width), target.dtype) if self._on_cuda else None
-            for _ in range(2)
+            _HostRows((chunk, row_width), target.dtype) if self._on_cuda else None for _ in range(2)
         ]
         state = target.state
         self._table_lengths = table_lengths(state.page_tables.shape[1], state.page_size)
@@ -223,11 +227,16 @@ class Blocks:
         return run
 
     def _fetch_features(self, buffers: _Buffers) -> None:
-        """Sends the features to the host beside the blocks that are still to come."""
-        if self._on_cuda:
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
-                buffers.features.copy_(buffers.results.features, non_blocking=True)
+        """Projects the features; the host gets them beside the blocks that are still to come."""
+        # to a place of its own: what the projection returns may be taken for the next block's work
+        # before the copy has read it
+        buffers.projected.copy_(self.projection(buffers.results.features))
+        if not self._on_cuda:
+            buffers.features.copy_(buffers.projected)
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            buffers.features.copy_(buffers.projected, non_blocking=True)
 
     def run_accept(self, buffers: _Buffers) -> None:
         """Compares the block's proposals with p and reads the outcome back."""
@@ -376,7 +385,7 @@ class Blocks:
         self._clock.mark("committed")
 
     def features(self, block: Block, row: int, kept: int) -> Tensor:
-        """The first ``kept`` feature rows of a block's row, [kept, taps*H], in host memory.
+        """The first ``kept`` projected features of a block's row, [kept, H], in host memory.
 
         They are the caller's own: the next block overwrites what they were copied from.
         """
@@ -413,7 +422,8 @@ class Blocks:
             features_from: Position from which on features are wanted; None for none.
 
         Returns:
-            The block to accept after the last chunk, and the features on their way to the host.
+            The block to accept after the last chunk, and the projected features on their way to
+            the host.
         """
         count = len(token_ids)
         columns = torch.tensor(token_ids, pin_memory=self._on_cuda)
@@ -421,7 +431,7 @@ class Blocks:
             residency, columns.to(self.device, non_blocking=True), first, want_logits=last
         )
         skipped = count if features_from is None else min(count, max(0, features_from - first))
-        features = self._host_rows(forward.features[0, skipped:], first + skipped)
+        features = self._host_rows(self._projected(forward.features[0, skipped:]), first + skipped)
         if not last:
             return None, features
         buffers = self._of(1, 1)
@@ -431,6 +441,11 @@ class Blocks:
         self._clock.mark("verify")
         self._fill(buffers, [row])
         return self._begin(Block((row,), buffers, prefilled=True)), features
+
+    def _projected(self, features: Tensor) -> Tensor:
+        if not len(features):
+            return features.new_empty(0, self.projection.width)
+        return self.projection(features)
 
     def _host_rows(self, features: Tensor, first: int) -> HostRows:
         slot = self._prefill_rows[0]
@@ -449,7 +464,7 @@ class HostRows:
     _arrived: torch.cuda.Event | None
 
     def arrived(self) -> Tensor:
-        """Waits for them: [n, taps*H], the caller's own."""
+        """Waits for them: [n, H], the caller's own."""
         if self._arrived is None:
             return self._rows
         self._arrived.synchronize()

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels.add_rms_norm import add_rms_norm
 from kernels.causal_attention import causal_attention
 from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gdn_fold import gdn_fold
@@ -154,8 +155,7 @@ class Target:
             -(-(first + width) // self.state.page_size),
         )
         features = self.weights.embedding.new_empty(1, width, self.feature_width)
-        x = self._blocks(token_ids.to(device).unsqueeze(0), span, features, _ignore)
-        hidden = self._final_norm(x[:, -1:])
+        hidden = self._blocks(token_ids.to(device).unsqueeze(0), span, features, _ignore)[:, -1:]
         self.state.continuation[residency.lane] = hidden[0, 0]
         logits = linear(hidden, self.weights.head).float() if want_logits else None
         return Forward(logits, hidden, features, records=None)
@@ -194,8 +194,10 @@ class Target:
         records = self.state.record_view(batch, width)
         device = self.device
         span = self._span(rows, width, frontiers.to(device), counts.to(device), records, page_count)
-        x = self._blocks(token_ids.to(device), span, results.features, features_ready or _ignore)
-        results.hidden.copy_(self._final_norm(x))
+        hidden = self._blocks(
+            token_ids.to(device), span, results.features, features_ready or _ignore
+        )
+        results.hidden.copy_(hidden)
         results.logits.copy_(linear(results.hidden, self.weights.head))
         return Forward(results.logits, results.hidden, results.features, records)
 
@@ -225,26 +227,30 @@ class Target:
     def _blocks(
         self, token_ids: Tensor, span: _Span, features: Tensor, features_ready: Callable[[], None]
     ) -> Tensor:
-        """Embedding and all blocks: the residual stream [B, W, H]; writes the features."""
+        """Embedding, all blocks and the final norm: [B, W, H]; writes the features."""
         weights, eps, hidden = self.weights, self.config.norm_eps, self.config.hidden_size
+        # each sum of the residual stream is normed in the same pass for what reads it next
+        mixer_gains = [block.mixer_gain for block in weights.blocks]
+        gains_after = [*mixer_gains[1:], weights.final_gain]
         x = weights.embedding[token_ids]
+        normed = rms_norm(x, mixer_gains[0], eps)
         gdn_layer = full_layer = 0
         for index, block in enumerate(weights.blocks):
-            normed = rms_norm(x, block.mixer_gain, eps)
             if isinstance(block.mixer, GdnWeights):
-                x = x + self._gdn(block.mixer, normed, gdn_layer, span)
+                mixed = self._gdn(block.mixer, normed, gdn_layer, span)
                 gdn_layer += 1
             else:
-                x = x + self._attention(block.mixer, normed, full_layer, span)
+                mixed = self._attention(block.mixer, normed, full_layer, span)
                 full_layer += 1
-            normed = rms_norm(x, block.feed_forward_gain, eps)
-            x = x + self._feed_forward(block.feed_forward, normed)
+            x, normed = add_rms_norm(x, mixed, block.feed_forward_gain, eps)
+            fed = self._feed_forward(block.feed_forward, normed)
+            x, normed = add_rms_norm(x, fed, gains_after[index], eps)
             place = self._places.get(index)
             if place is not None:
                 features[..., place * hidden : (place + 1) * hidden] = x
             if index == max(self._places):
                 features_ready()
-        return x
+        return normed
 
     def _gdn(self, gdn: GdnWeights, normed: Tensor, layer: int, span: _Span) -> Tensor:
         """out_proj(rms(delta_rule(conv(qkv), a, b)) * SiLU(z)), value head by value head."""
@@ -277,22 +283,13 @@ class Target:
     ) -> Tensor:
         """o_proj(softmax(query . keys) values * sigmoid(gate)) over paged past and block."""
         config = self.config
-        queries = config.head_count * config.head_dim
-        key_values = config.key_value_head_count * config.head_dim
-        query, gate, key, value = (
-            torch.unflatten(part, -1, (-1, config.head_dim))
-            for part in torch.split(
-                linear(normed, attention.projection),
-                [queries, queries, key_values, key_values],
-                dim=-1,
-            )
+        heads = torch.unflatten(linear(normed, attention.projection), -1, (-1, config.head_dim))
+        queries, keys = config.head_count, config.key_value_head_count
+        rotated, gate, value = torch.split(heads, [queries + keys, queries, keys], dim=2)
+        query, key = torch.split(
+            self._rotated(rotated, attention.head_gains, span), [queries, keys], dim=2
         )
-        block = (
-            self._rotated(query, attention.query_gain, span),
-            self._rotated(key, attention.key_gain, span),
-            value,
-            gate,
-        )
+        block = (query, key, value, gate)
         pages = self.state.key_pages[layer], self.state.value_pages[layer]
         if span.records is None:
             # one sequence, all of its columns live
@@ -305,12 +302,12 @@ class Target:
             )
         return linear(attended, attention.output)
 
-    def _rotated(self, heads: Tensor, gain: Tensor, span: _Span) -> Tensor:
+    def _rotated(self, heads: Tensor, gains: Tensor, span: _Span) -> Tensor:
         """Heads normalised one by one, their leading dimensions rotated by position."""
         config = self.config
         return head_norm_rope(
             heads,
-            gain,
+            gains,
             span.positions,
             eps=config.norm_eps,
             theta=config.rope_theta,
@@ -332,9 +329,6 @@ class Target:
             layer.shared_gate,
             self.config.mixture.top_k,
         ).view_as(normed)
-
-    def _final_norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weights.final_gain, self.config.norm_eps)
 
     def _span(
         self,

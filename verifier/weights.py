@@ -1,7 +1,7 @@
 """The target's weights: from checkpoint names and layouts to what the maths multiplies with.
 
 Products that share an input are one matrix here: gate|up of a feed-forward layer,
-qkv|z|a|b of a GDN mixer, query|gate|key|value of an attention mixer. Norms that checkpoints store
+qkv|z|a|b of a GDN mixer, query|key|gate|value of an attention mixer. Norms that checkpoints store
 zero-centred are FP32 gains of 1 + w. `A_log`, `dt_bias` and the GDN output norm are FP32.
 """
 
@@ -40,9 +40,8 @@ class GdnWeights:
 class AttentionWeights:
     """A gated attention mixer."""
 
-    projection: Tensor  # [(2*Hq + 2*Hkv)*D, H], rows query | gate | key | value
-    query_gain: Tensor  # [D] FP32
-    key_gain: Tensor  # [D] FP32
+    projection: Tensor  # [(2*Hq + 2*Hkv)*D, H], rows query | key | gate | value
+    head_gains: Tensor  # [Hq + Hkv, D] FP32, of each query and key head
     output: Tensor  # [H, Hq*D]
 
 
@@ -152,6 +151,8 @@ def weight_plan(
 ) -> list[tuple[str, int]]:
     """Bytes that the weights will take, by what they are for."""
     sizes: dict[str, int] = {}
+    # these gains are kept once a head
+    copies = {"q_norm.weight": config.head_count, "k_norm.weight": config.key_value_head_count}
     for name, shape in tensor_shapes(facts, config).items():
         if name == facts.embedding_name:
             what = "embedding and head" if config.tied else "embedding"
@@ -161,6 +162,7 @@ def weight_plan(
             what = "feed-forward layers" if ".mlp." in name else "mixers and norms"
         vector = len(shape) == 1
         size = math.prod(shape) * (torch.float32 if vector else dtype).itemsize
+        size *= copies.get(name.rpartition("self_attn.")[2], 1)
         sizes[what] = sizes.get(what, 0) + size
     return [(f"weights: {what}", size) for what, size in sizes.items()]
 
@@ -321,19 +323,25 @@ def _gdn(read: _Reader, at: str, config: TargetConfig) -> GdnWeights:
 
 
 def _attention(read: _Reader, at: str, config: TargetConfig) -> AttentionWeights:
-    heads, head_dim, hidden = config.head_count, config.head_dim, config.hidden_size
-    queries = heads * head_dim
-    key_values = config.key_value_head_count * head_dim
-    projection = read.empty_matrix(2 * queries + 2 * key_values, hidden)
-    # stored head by head as query and gate in turn; here all queries, then all gates
-    stored = torch.unflatten(projection[: 2 * queries], 0, (2, heads, head_dim)).transpose(0, 1)
+    heads, keys, head_dim = config.head_count, config.key_value_head_count, config.head_dim
+    projection = read.empty_matrix((2 * heads + 2 * keys) * head_dim, config.hidden_size)
+    row, column = projection.stride()
+    # stored head by head as query and gate in turn; here the gates lie behind all queries and keys
+    stored = projection.as_strided(
+        (heads, 2, head_dim, config.hidden_size),
+        (head_dim * row, (heads + keys) * head_dim * row, row, column),
+    )
+    _, key, _, value = torch.split(
+        projection, [count * head_dim for count in (heads, keys, heads, keys)]
+    )
     read.into(stored, f"{at}q_proj.weight")
-    read.into(projection[2 * queries : 2 * queries + key_values], f"{at}k_proj.weight")
-    read.into(projection[2 * queries + key_values :], f"{at}v_proj.weight")
+    read.into(key, f"{at}k_proj.weight")
+    read.into(value, f"{at}v_proj.weight")
+    query_gain = read.zero_centred(f"{at}q_norm.weight")
+    key_gain = read.zero_centred(f"{at}k_norm.weight")
     return AttentionWeights(
         projection=projection,
-        query_gain=read.zero_centred(f"{at}q_norm.weight"),
-        key_gain=read.zero_centred(f"{at}k_norm.weight"),
+        head_gains=torch.cat([query_gain.expand(heads, -1), key_gain.expand(keys, -1)]),
         output=read.matrix(f"{at}o_proj.weight"),
     )
 

@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 # revision of outrider.v1's DraftRounds; Hello carries it and both ends must agree
-PROTOCOL_REVISION = 1
+PROTOCOL_REVISION = 2

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,7 +50,9 @@ ACTIVATION_DTYPES = {
 MOST_DRAFT_TOKENS = 15
 # candidates a position that the wire's Conditional holds
 MOST_CANDIDATES = 16
-# rows at either end of embedding and head that the digests cover
+# a draft's projection of its features, and the gain of the norm after it
+PROJECTION, PROJECTION_GAIN = "fc.weight", "hidden_norm.weight"
+# rows at either end of a matrix that the digests cover
 DIGEST_ROWS = 64
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
@@ -294,12 +296,17 @@ class TargetFacts:
         return self._ends_digest(self.head_name)
 
     def _ends_digest(self, name: str) -> bytes:
-        self.checkpoint.expect({name: (self.vocab_size, self.hidden_size)}, unused=("",))
-        count = min(DIGEST_ROWS, self.vocab_size)
-        digest = hashlib.sha256(self.checkpoint.dtype(name).encode())
-        for first in (0, self.vocab_size - count):
-            digest.update(_stored_bytes(self.checkpoint.rows(name, first, first + count)))
-        return digest.digest()
+        return ends_digest(self.checkpoint, name, (self.vocab_size, self.hidden_size))
+
+
+def ends_digest(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> bytes:
+    """SHA-256 over the first and last 64 rows of a matrix, as stored."""
+    checkpoint.expect({name: shape}, unused=("",))
+    count = min(DIGEST_ROWS, shape[0])
+    digest = hashlib.sha256(checkpoint.dtype(name).encode())
+    for first in (0, shape[0] - count):
+        digest.update(_stored_bytes(checkpoint.rows(name, first, first + count)))
+    return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -330,22 +337,33 @@ class DraftFacts:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    # of the matrix that projects features; empty where only the config was read
+    projection_digest: bytes = b""
+
+    @property
+    def projection_shape(self) -> tuple[int, int]:
+        """[H, taps * H] of the matrix W in c_t = rms_norm(W s_t), the projected features."""
+        return self.hidden_size, len(self.target_layer_ids) * self.hidden_size
 
     @classmethod
     def load(
         cls, checkpoint: Checkpoint, target: TargetFacts, *, causal_local_layers: bool = False
     ) -> Self:
-        """Reads the draft folder's config; see `read`."""
+        """Reads the draft folder's config, see `read`, and the ends of its projection."""
         if checkpoint.has_file("mask_embedding.pt"):
             raise CheckpointError(
                 f"{checkpoint.folder / 'mask_embedding.pt'}: expected no embedding of the draft's "
                 "own, got one"
             )
-        return cls.read(
+        draft = cls.read(
             checkpoint.config,
             target,
             where=str(checkpoint.folder / "config.json"),
             causal_local_layers=causal_local_layers,
+        )
+        name = f"{draft_prefix(checkpoint)}{PROJECTION}"
+        return replace(
+            draft, projection_digest=ends_digest(checkpoint, name, draft.projection_shape)
         )
 
     @classmethod
@@ -416,6 +434,7 @@ class DraftFacts:
             input_embedding_scale=fields.number("input_embedding_scale", 1.0),
             output_multiplier=fields.number("output_multiplier", 1.0),
             final_logit_softcapping=_softcap(fields),
+            projection_digest=b"",
             **_selector_fields(fields, draft_format, target),
         )
 
@@ -469,6 +488,11 @@ def activation_dtype(name: str) -> tensor_pb2.DType:
     return ACTIVATION_DTYPES[name]
 
 
+def draft_prefix(checkpoint: Checkpoint) -> str:
+    """What the names of a draft's tensors begin with: some are saved as part of a larger model."""
+    return "model." if f"model.{PROJECTION}" in checkpoint.names else ""
+
+
 def geometry(target: TargetFacts, draft: DraftFacts, dtype: str) -> draft_service_pb2.DraftGeometry:
     """What the two services compare in Hello. Reads the ends of embedding and head."""
     return draft_service_pb2.DraftGeometry(
@@ -487,6 +511,7 @@ def geometry(target: TargetFacts, draft: DraftFacts, dtype: str) -> draft_servic
         tokenizer_digest=target.tokenizer_digest,
         embedding_digest=target.embedding_digest,
         head_digest=target.head_digest,
+        projection_digest=draft.projection_digest,
         target_layer_count=target.layer_count,
     )
 

@@ -26,7 +26,6 @@ from outrider import serving
 from outrider.checkpoint import Checkpoint
 
 VOCAB, HIDDEN, TAPS, WINDOW, MASK = 160, 64, (0, 2, 3), 8, 155
-FEATURES = len(TAPS) * HIDDEN
 
 TARGET_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -160,6 +159,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
             types = [{"l": "sliding_attention", "f": "full_attention"}[kind] for kind in layers]
             oracle = oracle_model(draft_format, types, **fields)
             oracle.save_pretrained(folder / "draft")
+            # features come projected: the verifier holds what the oracle would begin with
+            oracle.fc = oracle.hidden_norm = nn.Identity()
             made[key] = Pair(folder / "target", folder / "draft", oracle, embedding, head)
         return made[key]
 
@@ -189,10 +190,10 @@ def load() -> Callable[..., Drafting]:
 
 @pytest.fixture(scope="session")
 def features() -> Callable[..., Tensor]:
-    """Random feature rows [count, taps * H], each its own function of seed and position."""
+    """Random projected features [count, H], each its own function of seed and position."""
 
     def features(count: int, seed: int = 0) -> Tensor:
-        return torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(100 + seed))
+        return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(100 + seed))
 
     return features
 

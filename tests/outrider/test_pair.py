@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -525,7 +526,6 @@ def test_a_mask_embedding_beside_the_draft_is_refused(target: TargetFacts, tmp_p
     folder = tmp_path / "draft"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(DFLASH))
-    assert DraftFacts.load(Checkpoint(folder), target) == DraftFacts.read(DFLASH, target)
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"mask_embedding\.pt: expected no embedding"):
         DraftFacts.load(Checkpoint(folder), target)
@@ -564,7 +564,8 @@ def test_a_pair_agrees_with_itself(target: TargetFacts):
 
 
 def test_every_field_of_the_geometry_is_compared(target: TargetFacts):
-    mine = geometry(target, DraftFacts.read(DFLASH2, target), "float32")
+    draft = replace(DraftFacts.read(DFLASH2, target), projection_digest=bytes(32))
+    mine = geometry(target, draft, "float32")
     for entry in mine.DESCRIPTOR.fields:
         theirs = draft_service_pb2.DraftGeometry()
         theirs.CopyFrom(mine)

@@ -1,9 +1,13 @@
-"""What the drafter conditions on: the target's residuals of committed positions, each once."""
+"""What the drafter conditions on: projected features of committed positions, each once."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from drafter.graphs import DraftGraphs
 from tests.faults.doubles import Foretelling, plant
@@ -12,9 +16,17 @@ from tests.tiny_pair import TAPS
 from tests.tiny_target import load_oracle, run_oracle
 
 
+def projected(draft: Path, residuals: torch.Tensor) -> torch.Tensor:
+    """c = rms_norm(W s) in FP64."""
+    tensors = load_file(draft / "model.safetensors")
+    eps = json.loads((draft / "config.json").read_text())["rms_norm_eps"]
+    x = residuals @ tensors["fc.weight"].double().T
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * tensors["hidden_norm.weight"]
+
+
 @pytest.mark.parametrize("chunk", [256, 16])
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
-def test_the_drafter_gets_the_residuals_of_every_committed_position(
+def test_the_drafter_gets_the_features_of_every_committed_position(
     dense, serve, oracle, monkeypatch, kind, chunk
 ):
     ids, new_tokens = prompt(70), 40
@@ -45,6 +57,7 @@ def test_the_drafter_gets_the_residuals_of_every_committed_position(
     assert sorted(arrived) == list(range(first, last))
     # in FP64: of an FP32 oracle's error alone, half of the tolerance would be gone
     exact = load_oracle(dense / "target").double()
-    expected = run_oracle(exact, torch.tensor([*ids, *continuation])).features(TAPS)
+    residuals = run_oracle(exact, torch.tensor([*ids, *continuation])).features(TAPS)
+    expected = projected(dense / kind, residuals)
     rows = torch.stack([arrived[position] for position in range(first, last)])
     torch.testing.assert_close(rows.double(), expected[first:last], atol=5e-5, rtol=0)

@@ -21,6 +21,7 @@ from tests.tiny_target import TEXT, Variant, save_target
 from verifier.acceptance import SamplingTables
 from verifier.blocks import Blocks, rounded_up, table_lengths
 from verifier.config import TargetConfig
+from verifier.projection import Projection
 from verifier.request import Sampling
 from verifier.state import TargetState
 from verifier.target import Target
@@ -36,6 +37,11 @@ def make_blocks(
     facts = TargetFacts.read(Checkpoint(folder))
     config = TargetConfig.read(facts)
     weights = load_weights(facts, config, dtype=dtype, device=device)
+    # of one tap alone, so that the rows are easy to tell
+    hidden = config.hidden_size
+    selected = torch.zeros(hidden, len(taps) * hidden)
+    selected[:, :hidden] = torch.eye(hidden)
+    projection = Projection(selected.to(device, dtype), torch.ones(hidden, device=device), 1e-6)
     rows = rounded_up(LANES)
     state = TargetState(
         config,
@@ -49,6 +55,7 @@ def make_blocks(
     return Blocks(
         Target(config, weights, state, taps),
         SamplingTables(LANES, config.vocab_size, config.public_vocab, device),
+        projection,
         Replays(device),
         lanes=LANES,
         width=WIDTH,

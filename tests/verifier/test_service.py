@@ -637,7 +637,7 @@ def test_model_info_describes_the_pair(served):
 
 def test_server_info_describes_the_process(served):
     info = served.stub.GetServerInfo(pb.GetServerInfoRequest())
-    assert (info.version, info.protocol_revision) == ("0.1.0", 1)
+    assert (info.version, info.protocol_revision) == ("0.1.0", 2)
     assert (info.max_concurrency, info.max_queue) == (4, 64)
     assert (info.max_message_bytes, info.max_prompt_bytes) == (16 << 20, 1 << 20)
     assert (info.device, info.dtype) == ("cpu", "float32")

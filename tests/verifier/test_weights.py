@@ -61,9 +61,11 @@ def test_products_of_one_input_are_one_matrix(dense: Path):
     assert torch.equal(gdn.projection, torch.cat(parts))
     at = "model.layers.3.self_attn."
     heads = stored[f"{at}q_proj.weight"].view(4, 2, 32, 64)
-    parts = [heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)]
-    parts += [stored[f"{at}{name}_proj.weight"] for name in ("k", "v")]
-    assert torch.equal(attention.projection, torch.cat(parts))
+    query, gate = heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+    key, value = (stored[f"{at}{name}_proj.weight"] for name in ("k", "v"))
+    assert torch.equal(attention.projection, torch.cat([query, key, gate, value]))
+    query_gain, key_gain = (1 + stored[f"{at}{name}_norm.weight"] for name in ("q", "k"))
+    assert torch.equal(attention.head_gains, torch.stack([query_gain] * 4 + [key_gain] * 2))
 
 
 def test_zero_centred_norms_become_gains_and_the_gdn_norm_is_plain(dense: Path):

@@ -71,6 +71,8 @@ class Reference:
     def __init__(self, plan: Plan) -> None:
         import torch
 
+        from outrider.random_weights import open_checkpoint
+        from verifier.projection import Projection
         from verifier.state import TargetState
         from verifier.target import Target
         from verifier.weights import load_weights
@@ -80,6 +82,10 @@ class Reference:
             plan.config, lanes=1, max_context=plan.max_context, width=1, dtype=torch.float32
         )
         self._target = Target(plan.config, weights, self._state, plan.draft.target_layer_ids)
+        with open_checkpoint(plan.options.draft, plan.options.load_format) as checkpoint:
+            self._projection = Projection.load(
+                checkpoint, plan.draft, dtype=torch.float32, device=torch.device("cpu")
+            )
         self._public_vocab = plan.config.public_vocab
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
         self.dtype = plan.options.dtype  # numeric profile of the services
@@ -105,10 +111,9 @@ class Reference:
         ]
 
     def features(self, prompt: tuple[int, ...]) -> torch.Tensor:
-        """Residuals of the tapped blocks, [n, taps * H]."""
+        """Projected features, [n, H]."""
         (forward,) = self._prefilled([prompt])
-        features: torch.Tensor = forward.features[0]
-        return features
+        return self._projection(forward.features[0])
 
     def entropy(self, prompt: tuple[int, ...]) -> float:
         """Of the next token at temperature 1, nats."""
@@ -140,7 +145,7 @@ class Proposer:
     Args:
         address: The drafter.
         plan: The pair that is served.
-        features: Of the prompt, [n, taps * H].
+        features: Of the prompt, projected, [n, H].
     """
 
     def __init__(self, address: str, plan: Plan, features: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ class GetDraftInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_revision: _Optional[int] = ..., geometry: _Optional[_Union[DraftGeometry, _Mapping]] = ..., draft_tokens: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., free_sequences: _Optional[int] = ..., checkpoint_slots: _Optional[int] = ..., max_context: _Optional[int] = ..., device: _Optional[str] = ..., stream_count: _Optional[int] = ..., layer_causal: _Optional[_Iterable[bool]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DraftGeometry(_message.Message):
-    __slots__ = ("format", "target_layer_ids", "mask_token_id", "window", "layer_count", "full_layer_count", "hidden_size", "vocab_size", "public_vocab", "rope_theta", "activation_dtype", "target_config_digest", "tokenizer_digest", "embedding_digest", "head_digest", "target_layer_count")
+    __slots__ = ("format", "target_layer_ids", "mask_token_id", "window", "layer_count", "full_layer_count", "hidden_size", "vocab_size", "public_vocab", "rope_theta", "activation_dtype", "target_config_digest", "tokenizer_digest", "embedding_digest", "head_digest", "target_layer_count", "projection_digest")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     TARGET_LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class DraftGeometry(_message.Message):
     EMBEDDING_DIGEST_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TARGET_LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_DIGEST_FIELD_NUMBER: _ClassVar[int]
     format: DraftFormat
     target_layer_ids: _containers.RepeatedScalarFieldContainer[int]
     mask_token_id: int
@@ -131,7 +132,8 @@ class DraftGeometry(_message.Message):
     embedding_digest: bytes
     head_digest: bytes
     target_layer_count: int
-    def __init__(self, format: _Optional[_Union[DraftFormat, str]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., window: _Optional[int] = ..., layer_count: _Optional[int] = ..., full_layer_count: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., public_vocab: _Optional[int] = ..., rope_theta: _Optional[float] = ..., activation_dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., target_config_digest: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., embedding_digest: _Optional[bytes] = ..., head_digest: _Optional[bytes] = ..., target_layer_count: _Optional[int] = ...) -> None: ...
+    projection_digest: bytes
+    def __init__(self, format: _Optional[_Union[DraftFormat, str]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., window: _Optional[int] = ..., layer_count: _Optional[int] = ..., full_layer_count: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., public_vocab: _Optional[int] = ..., rope_theta: _Optional[float] = ..., activation_dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., target_config_digest: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., embedding_digest: _Optional[bytes] = ..., head_digest: _Optional[bytes] = ..., target_layer_count: _Optional[int] = ..., projection_digest: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_revision", "verifier_id", "max_concurrency", "draft_tokens", "checkpoint_slots", "tree_nodes", "tree_paths", "geometry", "max_context", "max_message_bytes", "shared_memory")
