@@ -191,6 +191,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal, then drains. Prints `ready ADDRESS` when it serves."""
     termination = serving.Termination()
+    serving.keep_freed_memory()
     try:
         options, log_level = parse(argv)
         serving.configure_logs(log_level)

@@ -346,6 +346,7 @@ class Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal, then drains. Prints `ready ADDRESS` when it serves."""
     termination = serving.Termination()
+    serving.keep_freed_memory()
     try:
         options = parse(argv)
         torch.set_num_threads(1 if options.device.type == "cpu" else torch.get_num_threads())

@@ -58,6 +58,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 LAST_PORT = 65535
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 DRAFTER_LISTEN = "127.0.0.1:50052"
 VERIFIER_LISTEN = "127.0.0.1:50051"
 DRAFT_SERVICE = "outrider.v1.DraftService"
@@ -122,6 +123,19 @@ def memory_bytes(device: str) -> int:
 
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep up to 64 MiB of what is freed, where it is one that can (glibc).
+
+    The buffers of a round's messages come and go every round. Given back to the system each time,
+    their pages are faulted in and cleared anew, which costs more than all copies of the messages.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        # from malloc.h: larger blocks would go back on their own
+        mallopt(_M_MMAP_THRESHOLD, 2 * MESSAGE_LIMIT)
+        mallopt(_M_TRIM_THRESHOLD, 4 * MESSAGE_LIMIT)
 
 
 # --- health and reflection

@@ -5,9 +5,11 @@ import asyncio
 import io
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent import futures
@@ -385,6 +387,27 @@ def run_python(code, **kwargs):
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **kwargs
     )
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
+@pytest.mark.parametrize("kept", [True, False])
+def test_messages_that_come_and_go_fault_no_pages_in_once_freed_memory_is_kept(kept):
+    code = f"""
+        import resource
+        from outrider import serving
+        if {kept}:
+            serving.keep_freed_memory()
+        def rounds(count):
+            for _ in range(count):
+                [b"x" * size for size in [655_360] * 32]
+        rounds(5)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        rounds(10)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    faults = int(run_python(textwrap.dedent(code)).stdout)
+    # 10 rounds of 32 x 160 pages, were each to be faulted in again
+    assert (faults < 500) if kept else (faults > 20_000)
 
 
 def test_logs_are_json_lines_on_standard_error_when_that_is_no_terminal():
