@@ -1,10 +1,12 @@
 """Each op's time on a CUDA device against the time its bytes take.
 
-``python -m bench.ops --geometry 27b`` runs the ops of a target's decode round at that geometry's
-shapes, on random weights, and prints one table; ``--json FILE`` keeps the rows. A case is captured
-in one CUDA graph over as many input sets as keep the cache cold (its own weights or states in each
-set), and the graph is replayed; a row's time is a call's share of the median replay, launch gaps
-included. The floor is the bytes that the op must move, each once, over ``--bandwidth``.
+``python -m bench.ops --geometry 27b`` runs the ops of a decode round at that geometry's shapes, a
+target's and a draft's, on random weights, and prints one table; ``--json FILE`` keeps the rows. A
+case is captured in one CUDA graph over as many input sets as keep the cache cold (its own weights
+or states in each set), and the graph is replayed; a row's time is a call's share of the median
+replay, launch gaps included. The floor is the bytes that the op must move, each once, over
+``--bandwidth``. The case ``layers`` is a chain in which each kernel needs the one before it, and
+what a round is made of; ``--apart`` runs everything without overlapping kernels.
 """
 
 from __future__ import annotations
@@ -20,20 +22,27 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from kernels import dynamic_grouped_conv
+from kernels.add_rms_norm import add_rms_norm
 from kernels.causal_attention import causal_attention
+from kernels.context_kv_materialize import context_kv_materialize
 from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gdn_fold import gdn_fold
 from kernels.gdn_verify import GdnRecord, gdn_verify
 from kernels.head_norm_rope import head_norm_rope
 from kernels.linear import linear
+from kernels.linear_topk import linear_topk
 from kernels.moe import moe
 from kernels.rms_norm import rms_norm
+from kernels.sliding_window_attention import sliding_window_attention
 from kernels.swiglu import swiglu
 
 COLD_BYTES = 600e6  # several times the cache
 MOST_SETS = 64
 PAGE = 64
+DEVICE = "cuda"
 BF16 = torch.bfloat16
+Mixer = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,16 @@ class Geometry:
     gdn_dim: int
     gdn_layers: int
     vocabulary: int
+    draft_layers: int
     experts: int = 0
     top_k: int = 0
+    draft_heads: int = 32
+    draft_key_heads: int = 8
+    draft_dim: int = 128
+    window: int = 2048
+    taps: int = 2
+    group: int = 16
+    candidates: int = 16
 
     @property
     def channels(self) -> int:
@@ -76,8 +93,8 @@ class Geometry:
 
 
 GEOMETRIES = {
-    "27b": Geometry(5120, 17408, 24, 4, 256, 16, 48, 128, 48, 248320),
-    "35b": Geometry(2048, 512, 16, 2, 256, 16, 32, 128, 30, 248320, experts=256, top_k=8),
+    "27b": Geometry(5120, 17408, 24, 4, 256, 16, 48, 128, 48, 248320, 5),
+    "35b": Geometry(2048, 512, 16, 2, 256, 16, 32, 128, 30, 248320, 6, experts=256, top_k=8),
 }
 
 
@@ -104,7 +121,7 @@ class Row:
 
 def random(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
     """Normal numbers on the device."""
-    return (torch.randn(*shape, device="cuda", dtype=torch.float32) * scale).to(dtype)
+    return (torch.randn(*shape, device=DEVICE, dtype=torch.float32) * scale).to(dtype)
 
 
 def bytes_of(*tensors: torch.Tensor) -> int:
@@ -119,7 +136,7 @@ def linears(g: Geometry, B: int, W: int) -> Iterator[Case]:
         for op, product in (("linear", linear), ("F.linear", F.linear)):
 
             def made(product: Callable = product, N: int = N, K: int = K) -> Callable[[], object]:
-                x, weight = random(B, W, K), torch.empty(N, K, device="cuda", dtype=BF16)
+                x, weight = random(B, W, K), torch.empty(N, K, device=DEVICE, dtype=BF16)
                 weight.normal_(std=0.02)
                 return lambda: product(x, weight)
 
@@ -141,10 +158,8 @@ def norms(g: Geometry, B: int, W: int) -> Iterator[Case]:
 
     def rope() -> Callable[[], object]:
         x, gain = random(B, W, heads, D), random(D, dtype=torch.float32)
-        positions = torch.arange(B * W, device="cuda").view(B, W)
-        return lambda: head_norm_rope(
-            x, gain, positions, eps=1e-6, theta=1e7, rotary_dim=D // 4, sections=(11, 11, 10)
-        )
+        positions = torch.arange(B * W, device=DEVICE).view(B, W)
+        return lambda: head_norm_rope(x, gain, positions, eps=1e-6, theta=1e7, rotary_dim=D // 4)
 
     def activation() -> Callable[[], object]:
         x = random(B, W, 2 * inner)
@@ -168,9 +183,9 @@ def attentions(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Cas
             key, value = (random(B, W, g.key_heads, g.head_dim) for _ in range(2))
             key_pages = random(B * pages, PAGE, g.key_heads, g.head_dim)
             value_pages = key_pages.half()
-            order = torch.randperm(B * pages, device="cuda").view(B, pages)
-            frontiers = torch.full((B,), context, device="cuda")
-            counts = torch.full((B,), W, device="cuda")
+            order = torch.randperm(B * pages, device=DEVICE).view(B, pages)
+            frontiers = torch.full((B,), context, device=DEVICE)
+            counts = torch.full((B,), W, device=DEVICE)
             planes = (query, key, value, gate, key_pages, value_pages)
             return lambda: causal_attention(*planes, order, frontiers, counts)
 
@@ -180,7 +195,7 @@ def attentions(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Cas
 
 def records(g: Geometry, *lead: int) -> GdnRecord:
     """Random record planes with leading dimensions."""
-    gate = torch.rand(*lead, g.gdn_value_heads, 2, device="cuda")
+    gate = torch.rand(*lead, g.gdn_value_heads, 2, device=DEVICE)
     gate[..., 0].neg_()
     return GdnRecord(
         random(*lead, g.channels),
@@ -193,8 +208,8 @@ def records(g: Geometry, *lead: int) -> GdnRecord:
 def recurrences(g: Geometry, B: int, W: int) -> Iterator[Case]:
     """One layer's verify, and the fold of all layers."""
     Hv, D, C, L = g.gdn_value_heads, g.gdn_dim, g.channels, g.gdn_layers
-    slots = torch.arange(B, device="cuda")
-    counts = torch.full((B,), W, device="cuda")
+    slots = torch.arange(B, device=DEVICE)
+    counts = torch.full((B,), W, device=DEVICE)
 
     def verify() -> Callable[[], object]:
         gates = [random(B, W, Hv) for _ in range(2)]
@@ -214,6 +229,54 @@ def recurrences(g: Geometry, B: int, W: int) -> Iterator[Case]:
     yield Case("gdn_verify", f"{B} x {W}", state_bytes + 3 * column_bytes, verify)
     size = L * (2 * state_bytes + column_bytes)
     yield Case("gdn_fold", f"{L} layers, {B} x {W}", size, fold)
+
+
+def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
+    """What a draft has beside products and norms, its ring full."""
+    H, heads, key_heads, D, S = g.hidden, g.draft_heads, g.draft_key_heads, g.draft_dim, g.window
+    rows, counts = torch.arange(B, device=DEVICE), torch.full((B,), W, device=DEVICE)
+    outputs = 2 * g.taps * H // g.group
+
+    def ranking() -> Callable[[], object]:
+        hidden, head = random(B * (W - 1), H), random(g.vocabulary, H, scale=0.02)
+        return lambda: linear_topk(hidden, head, g.candidates, public_vocab=g.vocabulary)
+
+    def enter() -> Callable[[], object]:
+        x, gain, base = random(B, W, H), random(H), random(2, g.taps, H)
+        projection = random(outputs, H, scale=0.02)
+        return lambda: dynamic_grouped_conv.prepare(x, gain, base, projection, 1e-6)
+
+    def leave() -> Callable[[], object]:
+        x, z, base = random(B, W, H), random(B, W, H), random(2, g.taps, H)
+        deltas = random(B, W, g.taps, H // g.group)
+        return lambda: dynamic_grouped_conv.finish_add(x, z, base, deltas)
+
+    def attention() -> Callable[[], object]:
+        query = random(B, W, heads, D)
+        key, value = (random(B, W, key_heads, D) for _ in range(2))
+        keys = random(B, S, key_heads, D)
+        planes = (query, key, value, keys, keys.half(), rows, 0 * rows, 0 * rows + 2 * S, counts)
+        return lambda: sliding_window_attention(*planes, window=S, causal=False)
+
+    def materialize() -> Callable[[], object]:
+        L, context = g.draft_layers, random(B, W, H)
+        weight, gain = random(L, 2 * key_heads * D, H, scale=0.02), random(L, D)
+        keys = random(L, B * S, key_heads, D)
+        values, positions = keys.half(), torch.arange(B * W, device=DEVICE).view(B, W)
+        planes = (context, positions, positions, weight, gain, keys, values)
+        return lambda: context_kv_materialize(*planes, eps=1e-6, theta=1e7)
+
+    cells = key_heads * D
+    sizes = {
+        "linear_topk": 2 * g.vocabulary * H,
+        "conv prepare": 2 * (outputs * H + 3 * B * W * H),
+        "conv finish": 6 * B * W * H,
+        "sliding_window_attention": 4 * B * (S + W) * cells + 4 * B * W * heads * D,
+        "context_kv_materialize": 4 * g.draft_layers * cells * (H + B * W),
+    }
+    made = (ranking, enter, leave, attention, materialize)
+    for (op, size), call in zip(sizes.items(), made, strict=True):
+        yield Case(op, f"{B} x {W}", size, call)
 
 
 def experts(g: Geometry, B: int, W: int) -> Iterator[Case]:
@@ -237,6 +300,90 @@ def experts(g: Geometry, B: int, W: int) -> Iterator[Case]:
     yield Case("moe", f"{B * W} rows, {chosen:.0f} of {E} experts", size, made)
 
 
+def chains(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
+    """A period of a dense target's layers as a verify block runs them: each kernel needs the last.
+
+    Three GDN layers and one of attention, each with weights of its own.
+    """
+    if g.experts:
+        return
+    Hv, D, C = g.gdn_value_heads, g.gdn_dim, g.channels
+    cells = g.key_heads * g.head_dim
+    slots = torch.arange(B, device=DEVICE)
+    counts = torch.full((B,), W, device=DEVICE)
+
+    def weight(name: str) -> torch.Tensor:
+        N, K = g.weights[name]
+        return torch.empty(N, K, device=DEVICE, dtype=BF16).normal_(std=K**-0.5)
+
+    def gain(width: int) -> torch.Tensor:
+        return torch.ones(width, device=DEVICE)
+
+    def gdn() -> Mixer:
+        enter, leave, channel_weights = weight("gdn in"), weight("gdn out"), random(C, 4)
+        rates = [random(Hv, dtype=torch.float32) for _ in range(2)]
+        state = random(B, Hv, D, D, dtype=torch.float32, scale=0.1)
+        history, record = random(B, 3, C), records(g, B, W)
+        inner_gain = gain(D)
+
+        def mixed(normed: torch.Tensor) -> torch.Tensor:
+            qkv, z, a, b = torch.split(linear(normed, enter), [C, Hv * D, Hv, Hv], dim=-1)
+            constants = (channel_weights, *rates)
+            out = gdn_verify(qkv, a, b, *constants, state, history, slots, counts, record)
+            gate = z.unflatten(-1, (Hv, D))
+            return linear(gated_rms_norm(out, gate, inner_gain, 1e-6).flatten(2), leave)
+
+        return mixed
+
+    def attention(context: int) -> Mixer:
+        enter, leave = weight("attention in"), weight("attention out")
+        gains = torch.ones(g.heads + g.key_heads, g.head_dim, device=DEVICE)
+        pages = -(-(context + W) // PAGE)
+        key_pages = random(B * pages, PAGE, g.key_heads, g.head_dim)
+        value_pages = key_pages.half()
+        order = torch.randperm(B * pages, device=DEVICE).view(B, pages)
+        frontiers = torch.full((B,), context, device=DEVICE)
+        positions = frontiers[:, None] + torch.arange(W, device=DEVICE)
+        rope = {"eps": 1e-6, "theta": 1e7, "rotary_dim": g.head_dim // 4}
+
+        def mixed(normed: torch.Tensor) -> torch.Tensor:
+            columns = linear(normed, enter).unflatten(-1, (-1, g.head_dim))
+            turned, gate, value = columns.split([g.heads + g.key_heads, g.heads, g.key_heads], 2)
+            query, key = head_norm_rope(turned, gains, positions, **rope).split(
+                [g.heads, g.key_heads], 2
+            )
+            planes = (query, key, value, gate, key_pages, value_pages)
+            attended = causal_attention(*planes, order, frontiers, counts)
+            return linear(attended, leave)
+
+        return mixed
+
+    for context in contexts:
+
+        def made(context: int = context) -> Callable[[], object]:
+            x = random(B, W, g.hidden)
+            layers = [
+                (mixer, gain(g.hidden), gain(g.hidden), weight("gate and up"), weight("down"))
+                for mixer in (gdn(), gdn(), gdn(), attention(context))
+            ]
+
+            def period() -> tuple[torch.Tensor, torch.Tensor]:
+                residual, normed = x, rms_norm(x, layers[0][1], 1e-6)
+                for mixer, after, between, gate_up, down in layers:
+                    residual, normed = add_rms_norm(residual, mixer(normed), between, 1e-6)
+                    fed = linear(swiglu(linear(normed, gate_up)), down)
+                    residual, normed = add_rms_norm(residual, fed, after, 1e-6)
+                return residual, normed
+
+            return period
+
+        products = {name: 2 * N * K for name, (N, K) in g.weights.items()}
+        size = 3 * (products["gdn in"] + products["gdn out"] + 4 * B * Hv * D * D)
+        size += products["attention in"] + products["attention out"] + 4 * B * context * cells
+        size += 4 * (products["gate and up"] + products["down"])
+        yield Case("layers", f"{B} x {W}, context {context}", size, made)
+
+
 def cases(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
     """All cases of B rows of W columns."""
     yield from linears(g, B, W)
@@ -244,6 +391,8 @@ def cases(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
     yield from attentions(g, B, W, contexts)
     yield from recurrences(g, B, W)
     yield from experts(g, B, W)
+    yield from drafts(g, B, W)
+    yield from chains(g, B, W, contexts)
 
 
 def measure(case: Case, replays: int, bandwidth: float) -> Row:
@@ -284,17 +433,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--contexts", default="1024,32768", help="positions before the block")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--bandwidth", type=float, default=4.46, help="bytes a second, in TB")
+    parser.add_argument("--apart", action="store_true", help="no overlap between kernels")
     parser.add_argument("--json", type=Path, help="keeps the rows")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench.ops needs a CUDA device", file=sys.stderr)
         return 1
     torch.manual_seed(0)
+    if arguments.apart:
+        # Triton is there where a device is
+        from kernels.overlap import OVERLAPPED
+
+        OVERLAPPED["launch_pdl"] = False
     wanted = arguments.ops.split(",") if arguments.ops else None
     contexts = [int(c) for c in arguments.contexts.split(",")]
     rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.geometry}")
-    print(f"{'op':<18}{'shape':<42}{'us':>9}{'floor':>9}{'ratio':>7}")
+    print(f"{'op':<26}{'shape':<42}{'us':>9}{'floor':>9}{'ratio':>7}")
     for B in (int(b) for b in arguments.rows.split(",")):
         for case in cases(GEOMETRIES[arguments.geometry], B, arguments.columns, contexts):
             if wanted and case.op not in wanted:
@@ -302,7 +457,7 @@ def main(argv: list[str] | None = None) -> int:
             row = measure(case, arguments.replays, arguments.bandwidth)
             rows.append(row)
             print(
-                f"{row.op:<18}{row.shape:<42}{row.microseconds:>9.1f}"
+                f"{row.op:<26}{row.shape:<42}{row.microseconds:>9.1f}"
                 f"{row.floor_microseconds:>9.1f}{row.ratio:>7.2f}",
                 flush=True,
             )
