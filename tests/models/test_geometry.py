@@ -37,7 +37,8 @@ def target(name: str) -> tuple[TargetFacts, TargetConfig]:
 def test_a_verify_of_27b_reads_51_2_gb_of_weights():
     sizes = dict(weight_plan(*target("qwen3.5-27b"), torch.bfloat16))
     # rows of the embedding are looked up, the rest is read
-    assert sum(sizes.values()) - sizes["weights: embedding"] == 51_250_558_976
+    read = sum(sizes.values()) - sizes["weights: embedding"]
+    assert read == pytest.approx(51.25e9, rel=1e-4)
 
 
 def test_35b_has_the_parameters_of_its_release():

@@ -15,9 +15,12 @@ from outrider.v1 import draft_service_pb2 as wire
 
 WIDTH = 24
 
-pytestmark = pytest.mark.skipif(
-    not shared_memory.FOLDER.is_dir(), reason="this host has no memory files"
-)
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder of memory files of the test's own."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -123,11 +126,10 @@ def test_rows_outside_are_a_fault(memory, first, count):
         other.rows(wire.SharedRows(first_row=first, row_count=count))
 
 
-def test_more_memory_than_there_is_is_an_error_at_once_and_leaves_no_file():
-    before = set(shared_memory.FOLDER.iterdir())
+def test_more_memory_than_there_is_is_an_error_at_once_and_leaves_no_file(folder):
     with pytest.raises(OSError):
         FeatureMemory(row_bytes=1 << 40, round_rows=1 << 10, message_rows=1, messages=1)
-    assert {p for p in shared_memory.FOLDER.iterdir() if "outrider" in p.name} <= before
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(

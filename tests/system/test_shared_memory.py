@@ -10,15 +10,16 @@ import pytest
 from drafter.rounds import DraftRounds
 from outrider import shared_memory
 from outrider.faults import FaultError
-from outrider.shared_memory import FOLDER, FeatureMemory, OfferedMemory
+from outrider.shared_memory import FeatureMemory, OfferedMemory
 from outrider.v1 import draft_service_pb2 as wire
 from tests.system.conftest import greedy, prompt
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="this host has no memory files")
 
-
-def leftovers() -> set[Path]:
-    return set(FOLDER.glob("outrider-*"))
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder of memory files that no other pair of this host uses."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    return tmp_path
 
 
 def shares(pair) -> bool:
@@ -32,8 +33,7 @@ def generate(client, length: int):
     )
 
 
-def test_a_pair_on_one_host_shares_and_proposes_as_one_that_does_not(dense, serve, oracle):
-    before = leftovers()
+def test_a_pair_on_one_host_shares_and_proposes_as_one_that_does_not(dense, serve, oracle, folder):
     runs = []
     for wanted in (True, False):
         pair, client = serve(dense, draft_tokens=7, prefill_chunk=64, shared_memory=wanted)
@@ -45,7 +45,7 @@ def test_a_pair_on_one_host_shares_and_proposes_as_one_that_does_not(dense, serv
         assert [r.proposed for r in one.rounds] == [r.proposed for r in other.rounds]
     assert list(runs[0][1].token_ids) == greedy(oracle, prompt(130), 24)
     # no file has a name any more
-    assert leftovers() <= before
+    assert not list(folder.iterdir())
 
 
 def test_several_sequences_of_a_round_lie_side_by_side(dense, serve):
@@ -62,13 +62,12 @@ def test_several_sequences_of_a_round_lie_side_by_side(dense, serve):
     assert all(done.usage.proposed for done in together)
 
 
-def test_a_drafter_that_cannot_map_it_takes_rows_in_messages(dense, serve, monkeypatch):
+def test_a_drafter_that_cannot_map_it_takes_rows_in_messages(dense, serve, monkeypatch, folder):
     monkeypatch.setattr(OfferedMemory, "open", lambda offer, width, dtype: None)
-    before = leftovers()
     pair, client = serve(dense, draft_tokens=7)
     assert not shares(pair)
     assert generate(client, 40).usage.proposed > 0
-    assert leftovers() <= before
+    assert not list(folder.iterdir())
 
 
 def test_a_host_without_memory_to_share_serves_all_the_same(dense, serve, monkeypatch):
