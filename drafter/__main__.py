@@ -123,6 +123,9 @@ def _load(
     config: DraftConfig, options: DrafterOptions, target: Checkpoint, draft: Checkpoint
 ) -> tuple[Engine, dict[str, object]]:
     """Allocates everything; the plan for the log has sizes in MiB."""
+    if config.device.type == "cuda" and config.device.index is not None:
+        # pinned memory belongs to the device that is current
+        torch.cuda.set_device(config.device)
     contexts = config.context_plan
     sizes = [
         *weight_plan(config),

@@ -20,6 +20,8 @@ from outrider.checkpoint import Checkpoint, CheckpointError, TensorFile
 from outrider.pair import FULL, PROJECTION, PROJECTION_GAIN, SLIDING, draft_prefix
 
 SIDES = 2  # of a convolution: before its branch and after it
+# the verifier projects features; here it only counts that the folder is whole
+ELSEWHERE = (PROJECTION, PROJECTION_GAIN)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -102,8 +104,7 @@ class _Reader:
         self._codebook_suffix = ".weight" if f"{bare}.weight" in names else ""
         self._shapes = {self._stored(n): shape for n, shape in draft_shapes(config).items()}
         draft.expect(self._shapes)
-        # the verifier projects features; here it only counts that the folder is whole
-        elsewhere = {self._stored(name) for name in (PROJECTION, PROJECTION_GAIN)}
+        elsewhere = {self._stored(name) for name in ELSEWHERE}
         self._total = sum(
             self._bytes(shape) for name, shape in self._shapes.items() if name not in elsewhere
         )
@@ -193,7 +194,8 @@ def weight_plan(config: DraftConfig) -> list[tuple[str, int]]:
     table = facts.vocab_size * facts.hidden_size * activation.itemsize
     draft = sum(
         math.prod(shape) * (torch.float32 if len(shape) == 1 else activation).itemsize
-        for shape in draft_shapes(config).values()
+        for name, shape in draft_shapes(config).items()
+        if name not in ELSEWHERE
     )
     tables = [("embedding and head", table)]
     if not facts.tied:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter.__main__ import start
 from drafter.config import DraftConfig, DrafterOptions
 from drafter.context import ContextPlan
-from drafter.weights import load_weights
+from drafter.weights import load_weights, weight_plan
+from outrider import serving
 from outrider.checkpoint import Checkpoint
 
 REMOVED = object()
@@ -254,6 +258,43 @@ def test_an_unstated_context_takes_what_half_of_the_memory_holds(make_pair):
     assert 1500 < shorter.max_context < 4096
     with pytest.raises(ValueError, match="context memory: expected at most 500 bytes"):
         config.fitting_memory(1000, 9, may_shorten=True)
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_every_term(make_pair, monkeypatch):
+    pair = make_pair("dflash2", "lf", is_causal=False)
+    given = DrafterOptions(target=pair.target, draft=pair.draft, max_concurrency=2, max_context=64)
+    config = read(pair, max_concurrency=2, max_context=64)
+    plan = config.context_plan
+    sizes = [*(size for _, size in weight_plan(config)), plan.ring_bytes, plan.page_bytes]
+    monkeypatch.setattr(serving, "memory_bytes", lambda device: sum(sizes) - 1)
+    with pytest.raises(ValueError, match=r"^memory: expected at most") as refused:
+        start(given)
+    # the sum's own terms, and its limit and its total around them
+    terms = [int(text) for text in re.findall(r"\d+", str(refused.value))]
+    assert terms == [sum(sizes) - 1, *sizes, sum(sizes)]
+    monkeypatch.setattr(serving, "memory_bytes", lambda device: sum(sizes))
+    start(given).stop(0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("draft_format", ["dflash", "dflash2"])
+def test_the_weights_take_what_is_planned_for_them(make_pair, draft_format, dtype):
+    pair = make_pair(draft_format, "lfl", is_causal=False)
+    held: dict[int, int] = {}
+
+    def count(part):
+        if isinstance(part, torch.Tensor):
+            storage = part.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+        elif dataclasses.is_dataclass(part):
+            for field in dataclasses.fields(part):
+                count(getattr(part, field.name))
+        elif isinstance(part, tuple):
+            for each in part:
+                count(each)
+
+    count(load(pair, pair.draft, dtype=dtype))
+    assert sum(held.values()) == sum(size for _, size in weight_plan(read(pair, dtype=dtype)))
 
 
 def test_the_official_rings_take_forty_mebibytes_a_sequence():
