@@ -54,7 +54,6 @@ class DraftGraphs:
         self.replays = Replays(config.device)
         self._model = model
         self._selector = selector
-        self._config = config
         self._extents = Extents(config)
         self._materializing, self._drafting = Span(config.device), Span(config.device)
         self._buffers = FeatureBuffers(config, self._extents.feature_rows[-1])
