@@ -74,6 +74,15 @@ def test_stubs_are_seen_only_at_the_edges(package: str):
         assert not stubs, f"{path}: {stubs}"
 
 
+def test_the_gateway_s_protocol_is_known_to_one_file_that_nobody_imports_at_start():
+    for package in ("outrider", "kernels", "drafter", "verifier"):
+        for path in sources(package):
+            if path == ROOT / "verifier" / "gateway.py":
+                continue
+            assert "smg_grpc_proto" not in roots(path), path
+            assert "verifier.gateway" not in set(imports(path, at_import=True)), path
+
+
 @pytest.mark.parametrize("package", ["outrider", "kernels", "drafter", "verifier"])
 def test_oracles_are_for_tests_alone(package: str):
     for path in sources(package):

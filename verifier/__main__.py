@@ -6,9 +6,11 @@ import asyncio
 import sys
 import threading
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import grpc.aio
 import structlog
 import torch
 
@@ -39,6 +41,7 @@ PROFILES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE_GRACE_S = 1.0
 
 R = TypeVar("R")
+FurtherServices = Mapping[str, Callable[[grpc.aio.Server, GenerationService], None]]
 
 
 class Running:
@@ -49,8 +52,9 @@ class Running:
         engine: The engine, for status and tests.
     """
 
-    def __init__(self, options: VerifierOptions) -> None:
+    def __init__(self, options: VerifierOptions, further: FurtherServices) -> None:
         self._options = options
+        self._further = further
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
         self._thread.start()
@@ -65,7 +69,7 @@ class Running:
             raise
 
     async def _listen(self) -> str:
-        self._server = build_server(self._service)
+        self._server = build_server(self._service, further=self._further)
         address = serving.bind(self._server, self._options.listen)
         await self._server.start()
         return address
@@ -129,7 +133,7 @@ def start(options: VerifierOptions) -> Running:
             draft_checkpoint, target, causal_local_layers=options.causal_local_layers
         )
         plan = Plan(options, config, target, draft)
-        running = Running(options)
+        running = Running(options, further_services(options, checkpoint))
         try:
             engine, backend = plan.build(checkpoint, draft_checkpoint, running)
         except BaseException:
@@ -140,6 +144,16 @@ def start(options: VerifierOptions) -> Running:
     if options.load_format == "random":
         log.warning("random_weights", effect="the output is noise; for benchmarks only")
     return running
+
+
+def further_services(options: VerifierOptions, checkpoint: Checkpoint) -> FurtherServices:
+    """What is served beside the public service: the gateway's protocol, if it is wanted."""
+    if not options.gateway:
+        return {}
+    from verifier import gateway  # the extra may not be installed
+
+    folder = gateway.TargetFolder.read(checkpoint, model_defaults=options.model_defaults)
+    return {serving.GATEWAY_SERVICE: partial(gateway.add_to_server, folder)}
 
 
 class Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class VerifierOptions:
     causal_local_layers: bool = False
     model_name: str | None = None
     model_defaults: bool = False
+    gateway: bool = False
     drain_timeout_s: float = 30.0
 
     @classmethod
@@ -99,6 +101,7 @@ class VerifierOptions:
             causal_local_layers=arguments.causal_local_layers,
             model_name=arguments.model_name,
             model_defaults=arguments.model_defaults,
+            gateway=choose_gateway(arguments.gateway),
             drain_timeout_s=arguments.drain_timeout,
         )
 
@@ -120,6 +123,18 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(f"--device: expected one that is there, got {name!r}")
     return device
+
+
+def choose_gateway(choice: str) -> bool:
+    """Whether the gateway's protocol is served: `auto` takes it when its extra is installed.
+
+    Raises:
+        OptionError: it was asked for and is not installed.
+    """
+    installed = importlib.util.find_spec("smg_grpc_proto") is not None
+    if choice == "on" and not installed:
+        raise OptionError("--gateway: expected the extra outrider[gateway], got none installed")
+    return installed and choice != "off"
 
 
 def parse(arguments: Sequence[str] | None) -> VerifierOptions:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -185,6 +185,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             self.health.close()
 
     @property
+    def ready(self) -> bool:
+        """Whether new requests are taken: not while weights load, nor while it drains."""
+        return self.health is not None and self.health.ready
+
+    @property
     def backend(self) -> Backend:
         """What serves; a FaultError LOADING before `open`."""
         if self._backend is None:
@@ -286,15 +291,26 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 def build_server(
     service: GenerationService,
     options: Sequence[tuple[str, int]] = serving.SERVER_OPTIONS,
+    *,
+    further: Mapping[str, Callable[[grpc.aio.Server, GenerationService], None]] | None = None,
 ) -> grpc.aio.Server:
     """The server with the service, health and reflection; not bound and not started.
 
     Call it on the loop that will run it.
+
+    Args:
+        service: The public service.
+        options: Channel arguments.
+        further: Full names of services that translate to `service`, and what adds each.
     """
     server = grpc.aio.server(options=list(options))
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    service.health = serving.AsyncHealth(server, serving.GENERATION_SERVICE)
-    serving.add_reflection(server, serving.GENERATION_SERVICE)
+    names = [serving.GENERATION_SERVICE]
+    for name, add_to_server in (further or {}).items():
+        add_to_server(server, service)
+        names.append(name)
+    service.health = serving.AsyncHealth(server, *names)
+    serving.add_reflection(server, *names)
     return server
 
 

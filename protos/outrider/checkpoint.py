@@ -447,6 +447,29 @@ def chat_template(folder: str | Path) -> str | None:
     return template
 
 
+def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """What another process needs to tokenize and render as this one does, by file name.
+
+    tokenizer.json holds every added token, and tokenizer_config.json the chat template, wherever
+    the folder keeps them. Empty when the folder has no tokenizer.json.
+
+    Raises:
+        CheckpointError: as `load_tokenizer` and `chat_template`.
+    """
+    folder = checkpoint.folder
+    if not (folder / "tokenizer.json").exists():
+        return {}
+    config = dict(checkpoint.tokenizer_config)
+    template = chat_template(folder)
+    if template is not None:
+        config["chat_template"] = template
+    return {
+        "tokenizer.json": load_tokenizer(folder).to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "config.json": json.dumps(checkpoint.config).encode(),
+    }
+
+
 def bundled(name: str) -> Path:
     """Folder of a bundled checkpoint: "target", "dflash2" or "dflash".
 

@@ -81,6 +81,7 @@ REASONS: Mapping[str, Reason] = MappingProxyType(
             _C.INVALID_ARGUMENT, "send messages that the chat template accepts, or a text prompt"
         ),
         "MEDIA_UNSUPPORTED": Reason(_C.UNIMPLEMENTED, "send text only"),
+        "FEATURE_UNSUPPORTED": Reason(_C.UNIMPLEMENTED, "leave out what the message names"),
         "QUEUE_FULL": Reason(_C.RESOURCE_EXHAUSTED, "try again later or elsewhere"),
         "QUEUE_TIMEOUT": Reason(_C.RESOURCE_EXHAUSTED, "try again later or elsewhere"),
         "DEADLINE_EXPIRED": Reason(_C.DEADLINE_EXCEEDED, "allow more time or fewer tokens"),

@@ -63,6 +63,9 @@ DRAFTER_LISTEN = "127.0.0.1:50052"
 VERIFIER_LISTEN = "127.0.0.1:50051"
 DRAFT_SERVICE = "outrider.v1.DraftService"
 GENERATION_SERVICE = "outrider.v1.GenerationService"
+# of the gateway's protocol, from the extra `gateway`
+GATEWAY_SERVICE = "vllm.grpc.engine.VllmEngine"
+GATEWAY_CHOICES = ("auto", "on", "off")
 
 # set by a supervising `outrider` for its children: they report on stdout, by line, for it to show
 SUPERVISOR_PID = "OUTRIDER_SUPERVISOR_PID"
@@ -244,6 +247,12 @@ class AsyncHealth:
         for service in self._services:
             self._statuses[service] = status
         self._wake()
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls to the services are answered."""
+        serving = self._response.SERVING
+        return all(self._statuses[service] == serving for service in self._services)
 
     def close(self) -> None:
         """Turns readiness off and ends every watch, so that the server can drain."""
@@ -621,6 +630,13 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens a prefill step (default: chosen by device)",
     )
     group.add_argument("--model-name", default=None, help="name reported to clients")
+    group.add_argument(
+        "--gateway",
+        choices=GATEWAY_CHOICES,
+        default="auto",
+        help="serve the protocol of an OpenAI gateway too; auto: if the extra `gateway` is "
+        "installed (default: %(default)s)",
+    )
     group.add_argument(
         "--model-defaults",
         action="store_true",
