@@ -138,6 +138,9 @@ class MeasuredRounds(Rounds):
         generator = torch.Generator(state.gdn.device).manual_seed(0)
         for layer in (*state.key_pages, *state.value_pages):
             layer.normal_(generator=generator)
+        if state.gdn.is_cuda:
+            # the engine works in a stream of its own
+            torch.cuda.synchronize(state.gdn.device)
 
     # ---- a prompt that is not processed -------------------------------------------------------
 
