@@ -186,6 +186,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
         max_context=flags.max_context,
         proposal_head=flags.proposal_head,
         checkpoint_slots=flags.checkpoint_slots,
+        checkpoint_host_mib=flags.checkpoint_host_mib,
+        checkpoint_grace=flags.checkpoint_grace,
         causal_local_layers=flags.causal_local_layers,
     )
     return options, flags.log_level

@@ -17,6 +17,9 @@ from outrider.pair import DraftFacts, TargetFacts
 log = structlog.get_logger("outrider.drafter")
 
 MOST_CONCURRENCY = 8
+MOST_CHECKPOINT_SLOTS = 4096
+MOST_HOST_MIB = 1 << 24
+MOST_GRACE = 86400  # seconds
 FULL_HEAD = "full"
 
 
@@ -34,7 +37,9 @@ class DrafterOptions:
     max_concurrency: int = 4  # sequences at once, over all streams
     max_context: int | None = None  # positions of one sequence; None takes what the pair allows
     proposal_head: str = FULL_HEAD  # or a shortlist file
-    checkpoint_slots: int = 0
+    checkpoint_slots: int = 0  # on the device, over all streams
+    checkpoint_host_mib: int = 0  # budget of the replicas in host memory
+    checkpoint_grace: float = 60.0  # seconds that checkpoints outlive their verifier's stream
     causal_local_layers: bool = False
 
 
@@ -66,6 +71,9 @@ class DraftConfig:
     max_context: int
     dtype: str
     device: torch.device
+    checkpoint_slots: int = 0
+    checkpoint_host_bytes: int = 0
+    checkpoint_grace: float = 60.0
 
     @classmethod
     def read(cls, options: DrafterOptions, target: Checkpoint, draft: Checkpoint) -> Self:
@@ -81,11 +89,13 @@ class DraftConfig:
             raise ValueError(
                 f"max_concurrency: expected 1..{MOST_CONCURRENCY}, got {options.max_concurrency}"
             )
-        if options.checkpoint_slots:
-            raise ValueError(
-                f"checkpoint_slots: expected 0, as this drafter keeps no checkpoints yet, "
-                f"got {options.checkpoint_slots}"
-            )
+        for name, value, most in (
+            ("checkpoint_slots", options.checkpoint_slots, MOST_CHECKPOINT_SLOTS),
+            ("checkpoint_host_mib", options.checkpoint_host_mib, MOST_HOST_MIB),
+            ("checkpoint_grace", options.checkpoint_grace, MOST_GRACE),
+        ):
+            if not 0 <= value <= most:
+                raise ValueError(f"{name}: expected 0..{most}, got {value}")
         target_facts = TargetFacts.read(target)
         facts = DraftFacts.load(
             draft, target_facts, causal_local_layers=options.causal_local_layers
@@ -110,6 +120,9 @@ class DraftConfig:
             max_context=longest if wanted is None else min(wanted, longest),
             dtype=options.dtype,
             device=choose_device(options.device),
+            checkpoint_slots=options.checkpoint_slots,
+            checkpoint_host_bytes=options.checkpoint_host_mib << 20,
+            checkpoint_grace=options.checkpoint_grace,
         )
         available = serving.memory_bytes(str(config.device))
         return config.fitting_memory(available, least, wanted is None)
@@ -126,7 +139,7 @@ class DraftConfig:
             return self
         max_context = 0
         if may_shorten and plan.full_layer_count:
-            position_bytes = plan.full_layer_count * plan.sequence_count * plan.cell_bytes
+            position_bytes = plan.full_layer_count * plan.slot_count * plan.cell_bytes
             pages = (budget - plan.ring_bytes) // position_bytes // PAGE_SIZE
             max_context = pages * PAGE_SIZE
         if max_context < least:
@@ -168,6 +181,7 @@ class DraftConfig:
             head_dim=self.draft.head_dim,
             key_dtype=self.profile.key,
             value_dtype=self.profile.value,
+            checkpoint_slots=self.checkpoint_slots,
         )
 
 

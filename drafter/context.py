@@ -38,6 +38,12 @@ class ContextPlan:
     head_dim: int
     key_dtype: torch.dtype
     value_dtype: torch.dtype
+    checkpoint_slots: int = 0  # contexts kept on the device beside those of live sequences
+
+    @property
+    def slot_count(self) -> int:
+        """Contexts on the device: those of sequences first, then those of checkpoints."""
+        return self.sequence_count + self.checkpoint_slots
 
     @property
     def pages_per_sequence(self) -> int:
@@ -53,20 +59,30 @@ class ContextPlan:
     @property
     def ring_bytes(self) -> int:
         """Bytes of all rings."""
-        return self.local_layer_count * self.sequence_count * self.window * self.cell_bytes
+        return self.local_layer_count * self.slot_count * self.window * self.cell_bytes
 
     @property
     def page_bytes(self) -> int:
         """Bytes of all pages."""
-        positions = self.sequence_count * self.pages_per_sequence * PAGE_SIZE
+        positions = self.slot_count * self.pages_per_sequence * PAGE_SIZE
         return self.full_layer_count * positions * self.cell_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one context: its ring in every local layer and its pages in every full one."""
+        ring = self.local_layer_count * self.window
+        pages = self.full_layer_count * self.pages_per_sequence * PAGE_SIZE
+        return (ring + pages) * self.cell_bytes
 
     def arithmetic(self) -> str:
         """The sum in words, for the message that refuses to start."""
+        holders = f"{self.sequence_count} sequences"
+        if self.checkpoint_slots:
+            holders = f"({holders} + {self.checkpoint_slots} checkpoints)"
         return (
-            f"rings {self.local_layer_count} layers x {self.sequence_count} sequences x "
+            f"rings {self.local_layer_count} layers x {holders} x "
             f"{self.window} positions x {self.cell_bytes} bytes = {self.ring_bytes}, pages "
-            f"{self.full_layer_count} layers x {self.sequence_count} sequences x "
+            f"{self.full_layer_count} layers x {holders} x "
             f"{self.pages_per_sequence * PAGE_SIZE} positions x {self.cell_bytes} bytes = "
             f"{self.page_bytes}"
         )
@@ -153,29 +169,72 @@ class ContextRows:
     page_tables: Tensor  # [B, pages a sequence]
 
 
-class ContextMemory:
-    """All rings and pages of a drafter, and which slots are free.
+class ContextCells:
+    """Keys and values of ``slot_count`` contexts, on a device or in host memory.
 
     A slot is a ring in every local layer and a fixed run of pages in every full layer.
 
     Attributes:
-        key_rings, value_rings: [local layers, sequences, S, Hkv, D].
+        key_rings, value_rings: [local layers, slots, S, Hkv, D].
+        key_pages, value_pages: [full layers, slots * pages a sequence, 64, Hkv, D].
+    """
+
+    def __init__(
+        self, plan: ContextPlan, slot_count: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
+        cell = (plan.key_value_heads, plan.head_dim)
+        ring = (plan.local_layer_count, slot_count, plan.window, *cell)
+        self._pages_per_slot = plan.pages_per_sequence
+        page = (plan.full_layer_count, slot_count * self._pages_per_slot, PAGE_SIZE, *cell)
+
+        def cells(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.key_rings = cells(ring, plan.key_dtype)
+        self.value_rings = cells(ring, plan.value_dtype)
+        self.key_pages = cells(page, plan.key_dtype)
+        self.value_pages = cells(page, plan.value_dtype)
+
+    def copy(self, slot: int, source: ContextCells, context: Context) -> None:
+        """Copies a context that lies in ``source`` into a slot of these cells.
+
+        Copies to and from pinned memory are only queued; later work on the device is behind them.
+        """
+        for ours, theirs in (
+            (self.key_rings, source.key_rings),
+            (self.value_rings, source.value_rings),
+        ):
+            ours[:, slot].copy_(theirs[:, context.slot], non_blocking=True)
+        used = -(-context.frontier // PAGE_SIZE) if self._pages_per_slot else 0
+        first, source_first = slot * self._pages_per_slot, context.slot * self._pages_per_slot
+        for ours, theirs in (
+            (self.key_pages, source.key_pages),
+            (self.value_pages, source.value_pages),
+        ):
+            ours[:, first : first + used].copy_(
+                theirs[:, source_first : source_first + used], non_blocking=True
+            )
+
+
+class ContextMemory:
+    """All rings and pages of a drafter, and which slots are free for sequences.
+
+    The slots from ``plan.sequence_count`` on belong to checkpoints, as `drafter.checkpoints` says.
+
+    Attributes:
+        key_rings, value_rings: [local layers, slots, S, Hkv, D].
         key_pages, value_pages: [full layers, pages, 64, Hkv, D].
     """
 
     def __init__(self, plan: ContextPlan, device: torch.device) -> None:
         self.plan = plan
         self.device = device
-        cell = (plan.key_value_heads, plan.head_dim)
-        ring = (plan.local_layer_count, plan.sequence_count, plan.window, *cell)
-        page_count = plan.sequence_count * plan.pages_per_sequence
-        page = (plan.full_layer_count, page_count, PAGE_SIZE, *cell)
-        self.key_rings = torch.zeros(ring, dtype=plan.key_dtype, device=device)
-        self.value_rings = torch.zeros(ring, dtype=plan.value_dtype, device=device)
-        self.key_pages = torch.zeros(page, dtype=plan.key_dtype, device=device)
-        self.value_pages = torch.zeros(page, dtype=plan.value_dtype, device=device)
+        self.cells = ContextCells(plan, plan.slot_count, device)
+        self.key_rings, self.value_rings = self.cells.key_rings, self.cells.value_rings
+        self.key_pages, self.value_pages = self.cells.key_pages, self.cells.value_pages
+        page_count = plan.slot_count * plan.pages_per_sequence
         self._page_tables = torch.arange(page_count, device=device).view(
-            plan.sequence_count, plan.pages_per_sequence
+            plan.slot_count, plan.pages_per_sequence
         )
         self._free_slots = list(range(plan.sequence_count - 1, -1, -1))
 
@@ -203,22 +262,19 @@ class ContextMemory:
         """Gives a context's slot back."""
         self._free_slots.append(context.slot)
 
-    def fork(self, source: Context) -> Context:
+    def fork(self, source: Context, cells: ContextCells | None = None) -> Context:
         """Takes a context with the same content, coverage and frontier.
+
+        Args:
+            source: The context to continue.
+            cells: Where it lies; None is this memory.
 
         Raises:
             FaultError: RING_CAPACITY.
         """
         copy = self.open(source.coverage_first)
         copy.frontier = source.frontier
-        for rings in (self.key_rings, self.value_rings):
-            rings[:, copy.slot] = rings[:, source.slot]
-        page_count = self.plan.pages_per_sequence
-        used = -(-source.frontier // PAGE_SIZE)
-        if page_count:
-            for pages in (self.key_pages, self.value_pages):
-                runs = pages.view(len(pages), -1, page_count, *pages.shape[2:])
-                runs[:, copy.slot, :used] = runs[:, source.slot, :used]
+        self.cells.copy(copy.slot, cells or self.cells, source)
         return copy
 
     def expect_room(self, context: Context, row_count: int) -> None:
@@ -325,8 +381,20 @@ class SequenceTable:
         self._make_room(sequence_id)
         return self._adopt(sequence_id, epoch, self._memory.open(coverage_first))
 
-    def fork(self, sequence_id: int, epoch: int, source: Context) -> Context:
-        """Creates a sequence that continues another one's context, in place of its older epoch.
+    def fork(
+        self,
+        sequence_id: int,
+        epoch: int,
+        source: Context,
+        cells: ContextCells | None = None,
+    ) -> Context:
+        """Creates a sequence that continues another context, in place of its older epoch.
+
+        Args:
+            sequence_id: The sequence to create.
+            epoch: Its epoch; newer than any before.
+            source: The context to continue.
+            cells: Where it lies; None is the memory of live sequences.
 
         Raises:
             FaultError: RING_CAPACITY, or SEQUENCE_NOT_FOUND for an epoch that is not newer.
@@ -339,7 +407,7 @@ class SequenceTable:
                 actual=epoch,
             )
         self._make_room(sequence_id)
-        return self._adopt(sequence_id, epoch, self._memory.fork(source))
+        return self._adopt(sequence_id, epoch, self._memory.fork(source, cells))
 
     def release(self, sequence_id: int, epoch: int) -> None:
         """Frees a sequence of this or an older epoch. Idempotent."""
@@ -388,19 +456,3 @@ def expect_once(sequence_id: int, seen: set[int]) -> None:
             sequence_id=sequence_id,
         )
     seen.add(sequence_id)
-
-
-def no_checkpoint_slot() -> FaultError:
-    """The answer to a capture: no slot for checkpoints is planned."""
-    return FaultError(
-        "CHECKPOINT_CAPACITY", "checkpoint slots: expected a free one, got 0 planned", limit=0
-    )
-
-
-def no_such_checkpoint(checkpoint_id: int) -> FaultError:
-    """The answer to a restore: nothing is kept."""
-    return FaultError(
-        "CHECKPOINT_NOT_FOUND",
-        f"checkpoint_id: expected one that is held, got {checkpoint_id}",
-        checkpoint_id=checkpoint_id,
-    )

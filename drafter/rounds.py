@@ -16,14 +16,9 @@ from typing import Any
 
 import torch
 
+from drafter.checkpoints import CheckpointTable
 from drafter.config import DraftConfig
-from drafter.context import (
-    Context,
-    SequenceTable,
-    expect_once,
-    no_checkpoint_slot,
-    no_such_checkpoint,
-)
+from drafter.context import Context, SequenceTable, expect_once
 from drafter.graphs import DraftGraphs, Span
 from drafter.model import ProposalAsk
 from drafter.selector import Proposals, not_finite
@@ -84,6 +79,7 @@ class DraftRounds:
         config: DraftConfig,
         graphs: DraftGraphs,
         max_concurrency: int,
+        checkpoints: CheckpointTable,
         counters: Counter[str],
         shared: OfferedMemory | None = None,
     ) -> None:
@@ -92,12 +88,13 @@ class DraftRounds:
         self._memory = graphs.memory
         self._row_limit = max_concurrency  # B of this stream
         self._sequences = SequenceTable(graphs.memory, max_concurrency)
+        self._checkpoints = checkpoints
         self._round_index = 0
         self._shared = shared  # None: features come in messages
         self._counters = counters
 
     def close(self) -> None:
-        """Releases every sequence."""
+        """Releases every sequence; checkpoints are the verifier's and stay."""
         self._sequences.release_all()
 
     def apply(self, request: wire.DraftRoundsRequest) -> wire.DraftRoundsResponse | None:
@@ -273,21 +270,33 @@ class DraftRounds:
         return wire.DraftRoundsResponse(fork_reply=reply)
 
     def _capture(self, event: wire.Capture) -> wire.DraftRoundsResponse:
-        status = self._status(no_checkpoint_slot())
-        reply = wire.CaptureReply(checkpoint_id=event.checkpoint_id, fault=status)
+        reply = wire.CaptureReply(checkpoint_id=event.checkpoint_id)
+        try:
+            source = self._sequences.find(event.sequence_id, event.epoch)
+            source.expect_frontier(event.context_frontier)
+            evicted = self._checkpoints.capture(event.checkpoint_id, source)
+            reply.evicted_checkpoint_ids.extend(evicted)
+        except FaultError as fault:
+            if fault.reason == "EVENT_INVALID":
+                raise
+            reply.fault.CopyFrom(self._status(fault))
         return wire.DraftRoundsResponse(capture_reply=reply)
 
     def _restore(self, event: wire.Restore) -> wire.DraftRoundsResponse:
-        status = self._status(no_such_checkpoint(event.checkpoint_id))
         reply = wire.RestoreReply(
-            checkpoint_id=event.checkpoint_id,
-            sequence_id=event.sequence_id,
-            epoch=event.epoch,
-            fault=status,
+            checkpoint_id=event.checkpoint_id, sequence_id=event.sequence_id, epoch=event.epoch
         )
+        try:
+            kept = self._checkpoints.find(event.checkpoint_id, event.context_frontier)
+            copy = self._sequences.fork(event.sequence_id, event.epoch, kept.context, kept.cells)
+            self._checkpoints.restored(kept)
+            reply.coverage_first = copy.coverage_first
+        except FaultError as fault:
+            reply.fault.CopyFrom(self._status(fault))
         return wire.DraftRoundsResponse(restore_reply=reply)
 
     def _drop(self, event: wire.Drop) -> wire.DraftRoundsResponse:
+        self._checkpoints.drop(event.checkpoint_id)
         return wire.DraftRoundsResponse(
             drop_reply=wire.DropReply(checkpoint_id=event.checkpoint_id)
         )

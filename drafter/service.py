@@ -17,6 +17,7 @@ import grpc
 import structlog
 import torch
 
+from drafter.checkpoints import FULL_RETRY_MS, CheckpointSlots, CheckpointTable, CheckpointTables
 from drafter.config import MOST_CONCURRENCY, DraftConfig
 from drafter.graphs import DraftGraphs
 from drafter.rounds import DraftRounds, invalid
@@ -34,7 +35,6 @@ log = structlog.get_logger("outrider.drafter")
 STREAM_CREDITS = 64
 # a stream holds a thread of the server's, so one that says nothing must end
 HELLO_SECONDS = 10.0
-FULL_RETRY_MS = 1000
 
 
 class Stream:
@@ -42,6 +42,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.rounds: DraftRounds | None = None  # from Hello on
+        self.checkpoints: CheckpointTable | None = None  # likewise
         self.verifier_id = b""
         self.max_concurrency = 0  # B that its Hello reserved
         self.ended = False
@@ -117,6 +118,8 @@ class Engine:
         self.geometry = geometry
         self.counters: Counter[str] = Counter()
         self._graphs = graphs
+        slots = CheckpointSlots(graphs.memory, config.checkpoint_host_bytes)
+        self._checkpoints = CheckpointTables(slots, config.checkpoint_grace, self.counters)
         self._streams: dict[Stream, None] = {}  # after their Hello
         self._inbox: queue.SimpleQueue[tuple[Stream, wire.DraftRoundsRequest | None, int] | None]
         self._inbox = queue.SimpleQueue()
@@ -151,7 +154,7 @@ class Engine:
             draft_tokens=config.draft_tokens,
             max_concurrency=config.max_concurrency,
             free_sequences=config.max_concurrency - reserved,
-            checkpoint_slots=0,
+            checkpoint_slots=self._checkpoints.planned,
             max_context=config.max_context,
             device=str(config.device),
             stream_count=len(streams),
@@ -215,11 +218,17 @@ class Engine:
         for older in [each for each in self._streams if each.verifier_id == hello.verifier_id]:
             self._end(older, FaultError("REQUEST_CANCELLED", "stream: replaced by a newer one"))
         self._expect_room(hello)
+        stream.checkpoints = self._checkpoints.claim(hello.verifier_id, hello.checkpoint_slots)
         stream.verifier_id = hello.verifier_id
         stream.max_concurrency = hello.max_concurrency
         shared = self._shared_memory(hello)
         stream.rounds = DraftRounds(
-            self.config, self._graphs, hello.max_concurrency, self.counters, shared
+            self.config,
+            self._graphs,
+            hello.max_concurrency,
+            stream.checkpoints,
+            self.counters,
+            shared,
         )
         self._streams[stream] = None
         self.counters["streams"] += 1
@@ -234,6 +243,7 @@ class Engine:
             welcome=wire.Welcome(
                 max_context=self.config.max_context,
                 max_message_bytes=MESSAGE_LIMIT,
+                checkpoint_ids=stream.checkpoints.ids,
                 version=__version__,
                 shares_memory=shared is not None,
             )
@@ -249,23 +259,21 @@ class Engine:
     def _expect_room(self, hello: wire.Hello) -> None:
         reserved = sum(stream.max_concurrency for stream in self._streams)
         left = self.config.max_concurrency - reserved
-        for name, most, wanted in (
-            ("max_concurrency", left, hello.max_concurrency),
-            ("checkpoint_slots", 0, hello.checkpoint_slots),
-        ):
-            if wanted > most:
-                raise FaultError(
-                    "DRAFTER_FULL",
-                    f"{name}: expected at most {most}, got {wanted}",
-                    field=name,
-                    expected=most,
-                    actual=wanted,
-                    retry_after_ms=FULL_RETRY_MS,
-                )
+        if hello.max_concurrency > left:
+            raise FaultError(
+                "DRAFTER_FULL",
+                f"max_concurrency: expected at most {left}, got {hello.max_concurrency}",
+                field="max_concurrency",
+                expected=left,
+                actual=hello.max_concurrency,
+                retry_after_ms=FULL_RETRY_MS,
+            )
 
     def _end(self, stream: Stream, fault: FaultError | None) -> None:
         if stream.rounds is not None:
             stream.rounds.close()
+        if stream.checkpoints is not None:
+            self._checkpoints.leave(stream.checkpoints)
         self._streams.pop(stream, None)
         if fault is not None:
             self.counters[f"ended_{fault.reason.lower()}"] += 1

@@ -557,7 +557,14 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=0,
-        help="prefix checkpoints kept (default: %(default)s)",
+        help="prefix checkpoints kept on the device (default: %(default)s)",
+    )
+    group.add_argument(
+        "--checkpoint-host-mib",
+        type=int,
+        metavar="MIB",
+        default=0,
+        help="host memory for checkpoints that the device has no room for (default: %(default)s)",
     )
     group.add_argument(
         "--causal-local-layers",

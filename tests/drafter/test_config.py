@@ -206,7 +206,9 @@ OPTIONS = {
     ),
     "another device": ({"device": "tpu"}, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
     "a device that is not there": ({"device": "cuda:99"}, "that is there, got 'cuda:99'"),
-    "checkpoints": ({"checkpoint_slots": 2}, "checkpoint_slots: expected 0.*got 2"),
+    "checkpoints": ({"checkpoint_slots": -1}, "checkpoint_slots: expected 0.*got -1"),
+    "host": ({"checkpoint_host_mib": -1}, "checkpoint_host_mib: expected 0.*got -1"),
+    "grace": ({"checkpoint_grace": float("nan")}, "checkpoint_grace: expected 0.*got nan"),
 }
 
 

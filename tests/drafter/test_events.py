@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.checkpoints import CheckpointSlots, CheckpointTables
 from drafter.rounds import DraftRounds
 from drafter.selector import Proposals
 from outrider import faults, tensors
@@ -18,6 +19,7 @@ from outrider.faults import FaultError
 from outrider.v1 import draft_service_pb2 as wire
 
 SEQUENCES, LIMIT = 4, 2
+CHECKPOINTS, ON_DEVICE, ON_HOST = 6, 2, 1
 
 
 class CountingGraphs:
@@ -36,11 +38,20 @@ class CountingGraphs:
 
 @pytest.fixture(scope="module")
 def drafting(make_pair, load):
-    return load(make_pair("dflash", "lf", is_causal=False), max_concurrency=3, max_context=64)
+    return load(
+        make_pair("dflash", "lf", is_causal=False),
+        max_concurrency=3,
+        max_context=64,
+        checkpoint_slots=ON_DEVICE,
+    )
 
 
 def rounds_over(drafting):
-    return DraftRounds(drafting.config, CountingGraphs(drafting.memory), LIMIT, Counter())
+    """A stream with room for two checkpoints on the device and one more in host memory."""
+    graphs, counters = CountingGraphs(drafting.memory), Counter()
+    slots = CheckpointSlots(drafting.memory, ON_HOST * drafting.memory.plan.slot_bytes)
+    table = CheckpointTables(slots, 0.0, counters).claim(b"v" * 16, ON_DEVICE)
+    return DraftRounds(drafting.config, graphs, LIMIT, table, counters), table, slots
 
 
 @st.composite
@@ -64,6 +75,11 @@ EVENTS = st.one_of(
     st.tuples(st.just("features"), rows_of()),
     st.tuples(st.just("round"), st.lists(rows_of(), max_size=LIMIT)),
     st.tuples(st.just("fork"), st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)),
+    st.tuples(st.just("capture"), st.integers(0, 3), st.sampled_from([0, 0, 0, 1])),
+    st.tuples(
+        st.just("restore"), st.integers(0, 3), st.integers(0, 4), st.integers(0, CHECKPOINTS)
+    ),
+    st.tuples(st.just("drop"), st.integers(0, CHECKPOINTS)),
 )
 
 
@@ -73,6 +89,7 @@ class Expected:
     def __init__(self):
         self.live: dict[int, list[int]] = {}
         self.released: dict[int, int] = {}
+        self.kept: dict[int, int] = {}  # checkpoint id -> frontier
 
     def is_stale(self, sequence_id, epoch):
         if sequence_id in self.live:
@@ -210,10 +227,57 @@ def check_fork(rounds, expected, sequence_id, epoch, source):
     assert reason_of(reply) == wanted
 
 
+def check_capture(rounds, expected, sequence_id, shift):
+    held = expected.live.get(sequence_id)
+    # an id in use would end the stream
+    checkpoint_id = next(i for i in range(CHECKPOINTS + 1) if i not in expected.kept)
+    event = wire.Capture(
+        checkpoint_id=checkpoint_id,
+        sequence_id=sequence_id,
+        epoch=held[0] if held else 1,
+        context_frontier=(held[1] if held else 0) + shift,
+    )
+    reply = rounds.apply(wire.DraftRoundsRequest(capture=event)).capture_reply
+    if held is None:
+        assert reason_of(reply) == "SEQUENCE_NOT_FOUND"
+    elif shift:
+        assert reason_of(reply) == "FRONTIER_MISMATCH"
+    else:
+        assert reason_of(reply) is None
+        expected.kept[checkpoint_id] = held[1]
+        most = ON_DEVICE + ON_HOST
+        assert len(reply.evicted_checkpoint_ids) == max(0, len(expected.kept) - most)
+        for evicted in reply.evicted_checkpoint_ids:
+            assert evicted != checkpoint_id
+            del expected.kept[evicted]
+
+
+def check_restore(rounds, expected, sequence_id, epoch, checkpoint_id):
+    event = wire.Restore(
+        checkpoint_id=checkpoint_id,
+        sequence_id=sequence_id,
+        epoch=epoch,
+        context_frontier=expected.kept.get(checkpoint_id, 0),
+    )
+    wanted = None
+    if checkpoint_id not in expected.kept:
+        wanted = "CHECKPOINT_NOT_FOUND"
+    elif not expected.is_creatable(sequence_id, epoch):
+        wanted = "SEQUENCE_NOT_FOUND"
+    else:
+        expected.replace(sequence_id)
+        if len(expected.live) >= LIMIT:
+            wanted = "RING_CAPACITY"
+        else:
+            expected.live[sequence_id] = [epoch, expected.kept[checkpoint_id]]
+    reply = rounds.apply(wire.DraftRoundsRequest(restore=event)).restore_reply
+    assert reason_of(reply) == wanted
+
+
 @settings(max_examples=150, deadline=None)
 @given(events=st.lists(EVENTS, max_size=25))
 def test_contexts_follow_their_events(drafting, events):
-    rounds, expected, index = rounds_over(drafting), Expected(), 0
+    (rounds, table, slots), expected, index = rounds_over(drafting), Expected(), 0
     try:
         for kind, *arguments in events:
             if kind == "open":
@@ -233,13 +297,27 @@ def test_contexts_follow_their_events(drafting, events):
                 check_features(drafting, rounds, expected, *arguments)
             elif kind == "fork":
                 check_fork(rounds, expected, *arguments)
+            elif kind == "capture":
+                check_capture(rounds, expected, *arguments)
+            elif kind == "restore":
+                check_restore(rounds, expected, *arguments)
+            elif kind == "drop":
+                expected.kept.pop(arguments[0], None)
+                event = wire.Drop(checkpoint_id=arguments[0])
+                reply = rounds.apply(wire.DraftRoundsRequest(drop=event)).drop_reply
+                assert reply.checkpoint_id == arguments[0]
             else:
                 index += 1
                 check_round(drafting, rounds, expected, index, *arguments)
             assert drafting.memory.free_count == 3 - len(expected.live)
+            assert table.ids == sorted(expected.kept)
     finally:
         rounds.close()
     assert drafting.memory.free_count == 3
+    assert table.ids == sorted(expected.kept), "checkpoints outlive the stream"
+    table.clear()
+    free = [slots.free_count(cells) for cells in (slots.device_cells, slots.host_cells)]
+    assert free == [ON_DEVICE, ON_HOST]
 
 
 def field_values(field):
@@ -285,7 +363,7 @@ def messages(draw, descriptor):
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_an_arbitrary_message_is_answered_or_refused_and_leaks_nothing(drafting, data):
-    rounds = rounds_over(drafting)
+    rounds, _, _ = rounds_over(drafting)
     rounds.apply(wire.DraftRoundsRequest(open=wire.Open(sequence_id=1, epoch=1)))
     try:
         for _ in range(3):
@@ -311,7 +389,8 @@ def test_twenty_thousand_sampled_rounds_grow_nothing(make_pair, load, features, 
         max_context=512,
     )
     counters: Counter[str] = Counter()
-    rounds = DraftRounds(loaded.config, loaded.graphs, 8, counters)
+    table = CheckpointTables(CheckpointSlots(loaded.memory, 0), 0.0, counters).claim(b"", 0)
+    rounds = DraftRounds(loaded.config, loaded.graphs, 8, table, counters)
     rows, epochs, frontiers = features(16), [0] * 8, [512] * 8
     resident = []
     with torch.inference_mode():

@@ -165,9 +165,12 @@ def show(answer: wire.DraftRoundsResponse) -> Iterator[str]:
             yield f"sequence_fault seq={message.sequence_id} epoch={message.epoch}" + show_status(
                 message
             )
-        case "capture_reply" | "drop_reply":
-            fault = show_status(message) if kind == "capture_reply" else ""
-            yield f"{kind} checkpoint={message.checkpoint_id}{fault}"
+        case "capture_reply":
+            evicted = list(message.evicted_checkpoint_ids)
+            told = f" evicted={evicted}" if evicted else ""
+            yield f"{kind} checkpoint={message.checkpoint_id}{told}{show_status(message)}"
+        case "drop_reply":
+            yield f"{kind} checkpoint={message.checkpoint_id}"
         case "restore_reply" | "fork_reply":
             yield (
                 f"{kind} seq={message.sequence_id} epoch={message.epoch} "
@@ -197,7 +200,7 @@ class Transcript:
             first, *rest = head.split()
             name, words = (first, rest) if len(first) == 1 else ("a", [first, *rest])
             fields = dict(word.split("=", 1) for word in words[1:])
-            if words[0] in ("contexts", "info"):
+            if words[0] in ("contexts", "checkpoints", "info"):
                 answers += self.settle()
             answers += getattr(self, f"do_{words[0]}")(name, fields, rows) or []
         answers += self.settle()
@@ -364,6 +367,12 @@ class Transcript:
                 )
         return sorted(lines) or ["no contexts"]
 
+    def do_checkpoints(self, name: str, fields: dict[str, str], rows: list[str]) -> list[str]:
+        """Every checkpoint that is held, verifier by verifier."""
+        tables = self.engine._checkpoints._tables.items()
+        lines = [f"{verifier[:1].decode()}: checkpoints {table.ids}" for verifier, table in tables]
+        return sorted(lines) or ["no checkpoints"]
+
     def do_info(self, name: str, fields: dict[str, str], rows: list[str]) -> list[str]:
         try:
             info = self.stub.GetDraftInfo(wire.GetDraftInfoRequest())
@@ -390,7 +399,7 @@ def blocks(text: str) -> Iterator[tuple[list[str], list[str], list[str]]]:
 @pytest.fixture
 def transcript(make_pair, load, serve) -> Transcript:
     tiny = make_pair("dflash", "lf", is_causal=False)
-    drafting = load(tiny, draft_tokens=7, max_concurrency=4, max_context=256)
+    drafting = load(tiny, draft_tokens=7, max_concurrency=4, max_context=256, checkpoint_slots=3)
     geometry = pair.geometry(drafting.config.target, drafting.config.draft, "float32")
     engine = WatchedEngine(drafting.config, geometry, ScriptedGraphs(drafting.memory))
     service, channel = serve(engine)

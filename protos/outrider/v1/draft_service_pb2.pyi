@@ -338,12 +338,14 @@ class Capture(_message.Message):
     def __init__(self, checkpoint_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., context_frontier: _Optional[int] = ...) -> None: ...
 
 class CaptureReply(_message.Message):
-    __slots__ = ("checkpoint_id", "fault")
+    __slots__ = ("checkpoint_id", "fault", "evicted_checkpoint_ids")
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_CHECKPOINT_IDS_FIELD_NUMBER: _ClassVar[int]
     checkpoint_id: int
     fault: _status_pb2.Status
-    def __init__(self, checkpoint_id: _Optional[int] = ..., fault: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    evicted_checkpoint_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checkpoint_id: _Optional[int] = ..., fault: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., evicted_checkpoint_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("checkpoint_id", "sequence_id", "epoch", "context_frontier")
