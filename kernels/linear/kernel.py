@@ -2,10 +2,10 @@
 
 A tile of weight rows times a tile of columns (the rows of x) is accumulated over K in one order
 that the weight's shape alone fixes: tiles of BLOCK_K, in `split` runs whose sums are added in
-ascending order. That order does not depend on the number of columns, and neither do the matrix
-instructions' operands along K; so a column's result does not depend on what shares the call. The
-runs of one tile find each other through a counter in memory: the last to arrive adds what all have
-left there.
+ascending order, or in one run for rows that fill the device by themselves. That order does not
+depend on the number of columns, and neither do the matrix instructions' operands along K; so a
+column's result does not depend on what shares the call. The runs of one tile find each other
+through a counter in memory: the last to arrive adds what all have left there.
 """
 
 from functools import cache, lru_cache
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
 
     block_k: int
     split: int
+    whole: int  # leading rows that are not cut, a multiple of 128
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -49,53 +50,62 @@ def linear_kernel(
     x_row,
     w_row,
     w_k,
+    whole,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Tile program_id(1) of the weight's rows, run program_id(2) of K, columns program_id(0).
+    """Columns program_id(0) and, by program_id(1), a tile of the weight's rows and a run of K.
 
-    partial is FP32 [SPLIT, M, N]; arrivals are zero before and after.
+    The first `whole` rows have one run each, the others SPLIT. partial is FP32 [SPLIT, M, rows that
+    are cut]; arrivals are zero before and after.
     """
     wait()
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    uncut = whole // BLOCK_N
+    beyond = tl.maximum(tl.program_id(1) - uncut, 0)
+    tile = tl.minimum(tl.program_id(1), uncut) + beyond // SPLIT
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
     # rows beyond the edge repeat the last one and are not stored
     w = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_row + k[None, :] * w_k
     columns = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * x_row + k[:, None]
     blocks = tl.cdiv(K, BLOCK_K)
-    run = tl.cdiv(blocks, SPLIT)
-    first = tl.program_id(2) * run
+    run = tl.where(tile < uncut, blocks, tl.cdiv(blocks, SPLIT))
+    first = beyond % SPLIT * run
+    end = tl.minimum(first + run, blocks)
     accumulated = tl.zeros((BLOCK_N, COLUMNS), dtype=tl.float32)
-    for block in range(first, tl.minimum(first + run, blocks)):
+    for block in range(first, end):
         at = block * BLOCK_K
         if EVEN_K:
-            tile = tl.load(w + at * w_k, eviction_policy="evict_first")
+            left = tl.load(w + at * w_k, eviction_policy="evict_first")
             right = tl.load(columns + at)
         else:
-            tile = tl.load(w + at * w_k, mask=k[None, :] < K - at, other=0.0)
+            left = tl.load(w + at * w_k, mask=k[None, :] < K - at, other=0.0)
             right = tl.load(columns + at, mask=k[:, None] < K - at, other=0.0)
-        accumulated = tl.dot(tile, right, accumulated, input_precision="ieee")
+        accumulated = tl.dot(left, right, accumulated, input_precision="ieee")
 
     # not earlier: the next kernel's programs would stand in the way of those that stream
     release()
     inside = (n[:, None] < N) & (m[None, :] < M)
     cell = m.to(tl.int64)[None, :] * N + n[:, None]
-    if SPLIT == 1:
+    if SPLIT == 1:  # noqa: SIM114
+        tl.store(out + cell, accumulated.to(out.dtype.element_ty), mask=inside)
+    elif tile < uncut:
         tl.store(out + cell, accumulated.to(out.dtype.element_ty), mask=inside)
     else:
-        size = M.to(tl.int64) * N
-        tl.store(partial + tl.program_id(2) * size + cell, accumulated, mask=inside)
+        part = m.to(tl.int64)[None, :] * (N - whole) + n[:, None] - whole
+        size = M.to(tl.int64) * (N - whole)
+        tl.store(partial + beyond % SPLIT * size + part, accumulated, mask=inside)
         tl.debug_barrier()
-        mine = arrivals + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        mine = arrivals + beyond // SPLIT * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1:
-            total = tl.load(partial + cell, mask=inside, other=0.0, cache_modifier=".cg")
+            total = tl.load(partial + part, mask=inside, other=0.0, cache_modifier=".cg")
             for index in tl.static_range(1, SPLIT):
                 total += tl.load(
-                    partial + index * size + cell, mask=inside, other=0.0, cache_modifier=".cg"
+                    partial + index * size + part, mask=inside, other=0.0, cache_modifier=".cg"
                 )
             tl.store(out + cell, total.to(out.dtype.element_ty), mask=inside)
             tl.atomic_xchg(mine, 0)
@@ -119,13 +129,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
         rows = rows.contiguous()
     plan = cut(N, K, weight.element_size())
     columns = min(max(triton.next_power_of_2(M), 16), COLUMNS)
-    block_n = tile_rows(N, plan.split, columns)
-    grid = (triton.cdiv(M, columns), triton.cdiv(N, block_n), plan.split)
+    block_n = tile_rows(N, plan, columns)
+    tiles = plan.whole // block_n + triton.cdiv(N - plan.whole, block_n) * plan.split
     out = torch.empty((M, N), dtype=dtype, device=x.device)
     partial = out
     if plan.split > 1:
-        partial = torch.empty((plan.split, M, N), dtype=torch.float32, device=x.device)
-    linear_kernel[grid](
+        partial = torch.empty((plan.split, M, N - plan.whole), dtype=torch.float32, device=x.device)
+    linear_kernel[(triton.cdiv(M, columns), tiles)](
         rows,
         weight,
         out,
@@ -136,6 +146,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
         K,
         rows.stride(0),
         *weight.stride(),
+        plan.whole,
         BLOCK_N=block_n,
         BLOCK_K=plan.block_k,
         COLUMNS=columns,
@@ -150,16 +161,25 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
 
 @lru_cache(maxsize=256)
 def cut(N: int, K: int, element_size: int) -> Plan:
-    """As many runs of K as one program of 128 rows for each processor allows, not too short."""
+    """As many runs of K as one program of 128 rows for each processor allows, not too short.
+
+    Of a weight with more rows only those are cut that are left over when the others have filled the
+    device, by two programs of 64 rows for each processor, some times.
+    """
     block_k = min(max(triton.next_power_of_2(K), 16), 256 // element_size)
-    tiles, blocks = triton.cdiv(N, 128), triton.cdiv(K, block_k)
-    fitting = [s for s in SPLITS if tiles * s <= PROCESSORS and blocks >= s * SHORTEST_RUN]
-    return Plan(block_k, max(fitting, default=1))
+    tiles, blocks, shortest = triton.cdiv(N, 128), triton.cdiv(K, block_k), SHORTEST_RUN
+    whole = 0
+    if tiles > PROCESSORS:
+        whole = N // (PROCESSORS * 128) * PROCESSORS * 128
+        tiles, shortest = triton.cdiv(N - whole, 128), SHORTEST_RUN // 2
+    fitting = [s for s in SPLITS if tiles * s <= PROCESSORS and blocks >= s * shortest]
+    split = max(fitting, default=1) if tiles else 1
+    return Plan(block_k, split, whole if split > 1 else 0)
 
 
-def tile_rows(N: int, split: int, columns: int) -> int:
+def tile_rows(N: int, plan: Plan, columns: int) -> int:
     """Rows of the weight in a tile: measured, and without effect on any sum."""
-    programs = triton.cdiv(N, 128) * split
+    programs = triton.cdiv(N, 128) * (1 if plan.whole else plan.split)
     few = programs * 2 <= PROCESSORS
     return 128 if not few and (columns > 32 or programs <= PROCESSORS) else 64
 

@@ -63,23 +63,43 @@ def test_result_may_be_wider_than_the_inputs(random, distance):
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "split"),
+    ("N", "K", "split", "whole"),
     [
-        (5120, 6144, 3),
-        (5120, 17408, 3),
-        (14336, 5120, 1),
-        (16480, 5120, 1),
-        (34816, 5120, 1),
-        (248320, 5120, 1),
-        (2048, 4096, 4),
-        (256, 2048, 2),
+        (5120, 6144, 3, 0),
+        (5120, 17408, 3, 0),
+        (14336, 5120, 1, 0),
+        (16480, 5120, 1, 0),
+        (34816, 5120, 8, 33792),
+        (248320, 5120, 1, 0),
+        (2048, 4096, 4, 0),
+        (256, 2048, 2, 0),
     ],
     ids=str,
 )
-def test_weight_alone_decides_the_runs_of_k(N, K, split):
+def test_weight_alone_decides_the_runs_of_k(N, K, split, whole):
     plan = cut(N, K, 2)
-    assert plan == (128, split)
+    assert plan == (128, split, whole)
     assert plan.split in SPLITS
+    assert plan.whole < N
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize(
+    ("N", "split", "whole"), [(257, 2, 256), (300, 2, 256), (512, 1, 0), (640, 2, 512)], ids=str
+)
+def test_rows_left_over_by_a_full_device_are_cut(
+    random, distance, monkeypatch, N, split, whole, rows
+):
+    cut.cache_clear()
+    monkeypatch.setattr("kernels.linear.kernel.PROCESSORS", 2)
+    monkeypatch.setattr("kernels.linear.kernel.tile_rows", lambda *_: rows)
+    assert cut(N, 600, 4) == (64, split, whole)
+    x, weight = random(5, 600), random(N, 600, scale=0.05)
+    first = linear(x, weight)
+    assert distance(first, reference(x, weight)) < 1e-6
+    assert torch.equal(linear(x, weight), first)
+    assert torch.equal(linear(x[3:4], weight), first[3:4])
+    cut.cache_clear()
 
 
 def test_streams_count_apart(monkeypatch):
