@@ -3,13 +3,13 @@
 The query heads that share a key head are further columns of one product. Positions are cut into
 runs, of NEAR below FAR_FROM and of FAR from there on: short ones go side by side, long ones leave
 less to add. A program scores one run, and a second kernel adds a column's runs in ascending order,
-as many as its own position asks for. So the arithmetic of a column follows from its position alone:
-not from the width of its block, its neighbours, or the length of the page table, which only decides
-how many programs are launched. More than NARROW columns (a prefill) are
+as many as its own position asks for. So the arithmetic of a column follows from
+its position alone: not from the width of its block, its neighbours, or the length of the page
+table, which only decides how many programs are launched. More than NARROW columns (a prefill) are
 not cut: a program goes through all positions before its columns.
 
-Nothing is read from a cell that this call writes: keys and values from the frontier on are taken
-from the arguments, rounded as in a page, and each program stores those of its own columns.
+Keys and values are stored before any are read, by each program those of its own run; where runs are
+not cut, by a launch of their own.
 """
 
 import torch
@@ -22,7 +22,7 @@ NARROW = 32
 NEAR, FAR, FAR_FROM = 128, 512, 2048  # positions of a run below FAR_FROM, and beyond
 RUNS = 16  # added at a time
 KEYS = 64  # scored at a time
-WARPS, STAGES = 8, 2
+WARPS, STAGES = 8, 3
 
 
 @triton.jit
@@ -54,7 +54,80 @@ def _run_of(position, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.conste
 
 
 @triton.jit
-def attend_kernel(  # noqa: PLR0915
+def _store(
+    key,
+    value,
+    key_pages,
+    value_pages,
+    table,
+    frontier,
+    nth,
+    mine,
+    page,
+    shared,
+    key_column,
+    value_column,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Stores one head of the columns nth that are mine; key and value point to it in column 0."""
+    at = tl.arange(0, BLOCK)
+    mask = mine[:, None] & (at < D)[None, :]
+    place = frontier + nth
+    cell = tl.load(table + place // page, mask=mine, other=0) * page + place % page
+    cell = ((cell * HKV + shared) * D)[:, None] + at[None, :]
+    nth = nth.to(tl.int64)[:, None]
+    newer = tl.load(key + nth * key_column + at[None, :], mask=mask, other=0.0)
+    tl.store(key_pages + cell, newer.to(key_pages.dtype.element_ty), mask=mask)
+    newer = tl.load(value + nth * value_column + at[None, :], mask=mask, other=0.0)
+    tl.store(value_pages + cell, newer.to(value_pages.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_kernel(
+    key,
+    value,
+    key_pages,
+    value_pages,
+    page_tables,
+    frontiers,
+    counts,
+    page,
+    key_column,
+    key_head,
+    value_column,
+    value_head,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Stores head program_id(1) of COLUMNS columns of the only row."""
+    enter()
+    nth = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    shared = tl.program_id(1)
+    _store(
+        key + shared * key_head,
+        value + shared * value_head,
+        key_pages,
+        value_pages,
+        page_tables,
+        tl.load(frontiers).to(tl.int32),
+        nth,
+        nth < tl.load(counts),
+        page,
+        shared,
+        key_column,
+        value_column,
+        HKV,
+        D,
+        BLOCK,
+    )
+
+
+@triton.jit
+def attend_kernel(  # noqa: PLR0912, PLR0915
     query,
     key,
     value,
@@ -88,6 +161,7 @@ def attend_kernel(  # noqa: PLR0915
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
     EVEN: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -123,25 +197,48 @@ def attend_kernel(  # noqa: PLR0915
         first = _first_of(tl.program_id(0), NEAR, FAR, FAR_FROM)
         end = tl.minimum(end, _first_of(tl.program_id(0) + 1, NEAR, FAR, FAR_FROM))
     if (first_column < count) & (first < end):
+        table = page_tables + row * table_width
+        if not WHOLE:  # noqa: SIM102
+            if (end > frontier) & (first < frontier + count):
+                nth = tl.arange(0, NARROW)
+                place = frontier + nth
+                _store(
+                    key + row * key_row + shared * key_head,
+                    value + row * value_row + shared * value_head,
+                    key_pages,
+                    value_pages,
+                    table,
+                    frontier,
+                    nth,
+                    (place >= first) & (place < end),
+                    page,
+                    shared,
+                    key_column,
+                    value_column,
+                    HKV,
+                    D,
+                    BLOCK,
+                )
+                tl.debug_barrier()
         TILES: tl.constexpr = FAR // KEYS
         nth_tile = tl.arange(0, TILES)
         if EVEN:
             reached = first + nth_tile * KEYS
-            numbers = page_tables + row * table_width + reached // page
-            numbers = tl.load(numbers, mask=reached < end, other=0)
+            numbers = tl.load(table + reached // page, mask=reached < end, other=0)
         asked = query + row * query_row + column[:, None].to(tl.int64) * query_column
         asked = tl.load(asked + head[:, None] * query_head + at[None, :], mask=own, other=0.0)
         greatest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         attended = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        # tiles that are stored and visible throughout
-        solid = first + tl.maximum(tl.minimum(frontier, end) - first, 0) // KEYS * KEYS
+        # tiles that all columns see throughout
+        solid = tl.minimum(frontier + first_column + 1, end) - first
+        solid = first + tl.maximum(solid, 0) // KEYS * KEYS
         for start in range(first, solid, KEYS):
             place = start + tl.arange(0, KEYS)
             if EVEN:
                 number = tl.sum(tl.where(nth_tile == (start - first) // KEYS, numbers, 0))
             else:
-                number = tl.load(page_tables + row * table_width + place // page)
+                number = tl.load(table + place // page)
             cell = number * page + place % page
             cell = (cell * HKV + shared) * D
             keys = tl.load(key_pages + cell[None, :] + at[:, None], mask=inside[:, None], other=0.0)
@@ -150,44 +247,21 @@ def attend_kernel(  # noqa: PLR0915
             )
             scores = tl.dot(asked, keys.to(asked.dtype), input_precision="ieee") * scale
             greatest, total, attended = _extend(scores, values, greatest, total, attended)
-        # the last of what is stored, and the block's own, which is stored on the way
         for start in tl.range(solid, end, KEYS, num_stages=1):
             place = start + tl.arange(0, KEYS)
-            stored, fresh = place < tl.minimum(frontier, end), (place >= frontier) & (place < end)
             if EVEN:
                 number = tl.sum(tl.where(nth_tile == (start - first) // KEYS, numbers, 0))
             else:
-                table = page_tables + row * table_width + place // page
-                number = tl.load(table, mask=place < end, other=0)
+                number = tl.load(table + place // page, mask=place < end, other=0)
             cell = number * page + place % page
             cell = (cell * HKV + shared) * D
-            nth = tl.where(fresh, place - frontier, 0).to(tl.int64)
-            mine = fresh & (nth >= first_column)
-
-            stored_key = stored[None, :] & inside[:, None]
-            fresh_key = fresh[None, :] & inside[:, None]
-            keys = key_pages + cell[None, :] + at[:, None]
-            source = key + row * key_row + shared * key_head
-            newer = tl.load(
-                source + nth[None, :] * key_column + at[:, None], mask=fresh_key, other=0.0
-            ).to(key_pages.dtype.element_ty)
-            older = tl.load(keys, mask=stored_key, other=0.0)
-            tl.store(keys, newer, mask=mine[None, :] & inside[:, None])
-            keys = tl.where(fresh[None, :], newer, older)
+            known = (place < end)[None, :] & inside[:, None]
+            keys = tl.load(key_pages + cell[None, :] + at[:, None], mask=known, other=0.0)
+            known = (place < end)[:, None] & inside[None, :]
+            values = tl.load(value_pages + cell[:, None] + at[None, :], mask=known, other=0.0)
             scores = tl.dot(asked, keys.to(asked.dtype), input_precision="ieee") * scale
             visible = place[None, :] <= frontier + column[:, None]
             scores = tl.where(visible, scores, float("-inf"))
-
-            stored_value = stored[:, None] & inside[None, :]
-            fresh_value = fresh[:, None] & inside[None, :]
-            values = value_pages + cell[:, None] + at[None, :]
-            source = value + row * value_row + shared * value_head
-            newer = tl.load(
-                source + nth[:, None] * value_column + at[None, :], mask=fresh_value, other=0.0
-            ).to(value_pages.dtype.element_ty)
-            older = tl.load(values, mask=stored_value, other=0.0)
-            tl.store(values, newer, mask=mine[:, None] & inside[None, :])
-            values = tl.where(fresh[:, None], newer, older)
             greatest, total, attended = _extend(scores, values, greatest, total, attended)
         line_out = (row * width + column) * (HKV * GROUP) + head
         if WHOLE:
@@ -303,6 +377,25 @@ def causal_attention(
     keys = KEYS if narrow else 32
     cuts = {"NEAR": NEAR, "FAR": FAR, "FAR_FROM": FAR_FROM}
     block = max(triton.next_power_of_2(D), 16)
+    if whole:
+        store_kernel[(triton.cdiv(W, NARROW), Hkv)](
+            key,
+            value,
+            key_pages,
+            value_pages,
+            page_tables,
+            frontiers,
+            counts,
+            page,
+            *key.stride()[1:3],
+            *value.stride()[1:3],
+            HKV=Hkv,
+            D=D,
+            COLUMNS=NARROW,
+            BLOCK=block,
+            num_warps=4,
+            **OVERLAPPED,
+        )
     attend_kernel[(runs, triton.cdiv(W * group, rows), B * Hkv)](
         query,
         key,
@@ -329,6 +422,7 @@ def causal_attention(
         GROUP=group,
         D=D,
         WHOLE=whole,
+        NARROW=triton.next_power_of_2(min(W, NARROW)),
         EVEN=not whole and page % keys == 0,
         ROWS=rows,
         KEYS=keys,
