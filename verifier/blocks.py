@@ -172,6 +172,11 @@ class Blocks:
         if self._on_cuda:
             self._capture(largest)
 
+    @property
+    def runs_beside_host(self) -> bool:
+        """Whether `verify` returns while the device still computes."""
+        return self._on_cuda
+
     # ---- start --------------------------------------------------------------------------------
 
     def plan(self) -> list[tuple[str, int]]:
