@@ -41,7 +41,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/mypy $(TYPED)
 
-# the committed stubs, from the protos
+# the committed stubs and the protoset, from the protos
 protos: $(VENV)/test.stamp
 	$(BIN)/python protos/generate.py
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import uuid
@@ -100,6 +101,11 @@ class Running:
             self.engine.stop()
         self._call(self._server.stop(CLOSE_GRACE_S))
         self._close_loop()
+
+    def drafter_connected(self, connected: bool) -> None:
+        """Passes on to health whether the drafter is there; for the engine thread."""
+        with contextlib.suppress(RuntimeError):  # the loop closes before the engine's last words
+            self._loop.call_soon_threadsafe(self._service.drafter_connected, connected)
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until it has stopped, or for ``timeout`` seconds."""
@@ -229,6 +235,7 @@ class Plan:
             backlog_rows=self.backlog_rows(),
             share_memory=options.shared_memory,
             on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
+            on_connection=running.drafter_connected,
         )
         rounds = Rounds(
             blocks,

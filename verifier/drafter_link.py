@@ -165,6 +165,8 @@ class DrafterLink:
         timeout_ns: Longest wait for a RoundReply.
         backlog_rows: Unsent feature rows that one sequence may hold.
         on_event: Called from the link's thread when something arrived; must not block.
+        on_connection: Called from the engine thread with whether the drafter is there, when that
+            changed; must not block.
         credentials: Channel credentials; None is plain text.
         share_memory: Whether features go through shared memory where the drafter is on this host.
     """
@@ -180,6 +182,7 @@ class DrafterLink:
         timeout_ns: int,
         backlog_rows: int,
         on_event: Callable[[], None],
+        on_connection: Callable[[bool], None] = lambda connected: None,
         credentials: grpc.ChannelCredentials | None = None,
         share_memory: bool = True,
     ) -> None:
@@ -198,6 +201,7 @@ class DrafterLink:
         self._timeout_ns = timeout_ns
         self._backlog_rows = backlog_rows
         self._on_event = on_event
+        self._on_connection = on_connection
         self._credentials = credentials
         self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -546,6 +550,7 @@ class DrafterLink:
         self._features_sent = self._features_answered = self._features_at_round = 0
         self.state, self.detail = "connected", ""
         self.counters["connections"] += 1
+        self._on_connection(True)
         log.info(
             "drafter_connected",
             address=self.address,
@@ -561,6 +566,7 @@ class DrafterLink:
         self.counters["losses"] += 1
         for context in self._contexts.values():
             context.close()
+        self._on_connection(False)
         log.warning("drafter_lost", address=self.address, detail=detail)
 
     def _dial_and_read(self) -> None:

@@ -179,6 +179,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         if self.health is not None:
             self.health.set_ready(True)
 
+    def drafter_connected(self, connected: bool) -> None:
+        """Says in health whether the drafter is there; call it on the server's loop."""
+        if self.health is not None:
+            self.health.set_peer(serving.DRAFT_SERVICE, connected)
+
     def close(self) -> None:
         """Turns readiness off and ends health watches, so that the server can drain."""
         if self.health is not None:
@@ -309,7 +314,7 @@ def build_server(
     for name, add_to_server in (further or {}).items():
         add_to_server(server, service)
         names.append(name)
-    service.health = serving.AsyncHealth(server, *names)
+    service.health = serving.AsyncHealth(server, *names, peers=(serving.DRAFT_SERVICE,))
     serving.add_reflection(server, *names)
     return server
 

@@ -204,13 +204,18 @@ class Health:
 
 
 class AsyncHealth:
-    """`Health` for an asyncio server; create it and call it on the server's loop."""
+    """`Health` for an asyncio server; create it and call it on the server's loop.
 
-    def __init__(self, server: grpc.aio.Server, *services: str) -> None:
+    `peers` are services that this one depends on. Each has a status of its own, and none of them
+    touches the readiness of `services`.
+    """
+
+    def __init__(self, server: grpc.aio.Server, *services: str, peers: Sequence[str] = ()) -> None:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         response = health_pb2.HealthCheckResponse
-        statuses = {"": response.SERVING} | dict.fromkeys(services, response.NOT_SERVING)
+        named = (*services, *peers)
+        statuses = {"": response.SERVING} | dict.fromkeys(named, response.NOT_SERVING)
         changed = asyncio.Event()
 
         class Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -253,6 +258,12 @@ class AsyncHealth:
         """Whether calls to the services are answered."""
         serving = self._response.SERVING
         return all(self._statuses[service] == serving for service in self._services)
+
+    def set_peer(self, peer: str, connected: bool) -> None:
+        """Says whether a peer is there; watches of its name hear of it."""
+        response = self._response
+        self._statuses[peer] = response.SERVING if connected else response.NOT_SERVING
+        self._wake()
 
     def close(self) -> None:
         """Turns readiness off and ends every watch, so that the server can drain."""

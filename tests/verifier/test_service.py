@@ -566,6 +566,39 @@ def test_an_unexpected_error_is_internal_and_the_server_goes_on(served, monkeypa
     assert len(served.generate(text="x")) == 3
 
 
+@pytest.mark.parametrize(
+    ("silence", "ping_every"),
+    [(6, 1), pytest.param(90, 10, marks=pytest.mark.slow)],
+    ids=["6_s_silence_1_s_pings", "90_s_silence_10_s_pings"],
+)
+def test_a_silent_generation_outlives_a_client_that_pings(served, silence, ping_every):
+    speaks = threading.Event()
+
+    def script(request: Request, sink: Sink) -> None:
+        speaks.wait(silence)
+        play(request, sink)
+
+    served.engine.script = script
+    options = [
+        ("grpc.keepalive_time_ms", ping_every * 1000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    with grpc.insecure_channel(served.address, options=options) as channel:
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        began = time.monotonic()
+        call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(token_ids=IDS))
+        assert [response.text for response in call] == ["ab", "c", ""]
+        assert time.monotonic() - began >= silence
+        # a GOAWAY would have let the call finish and taken the connection away
+        time.sleep(0.2)
+        assert states[-1] is grpc.ChannelConnectivity.READY
+        assert states.count(grpc.ChannelConnectivity.READY) == 1
+
+
 # --- the other methods
 
 
