@@ -264,6 +264,7 @@ class Plan:
                 options.load_format,
             ),
             generation_config=checkpoint.generation_config if options.model_defaults else None,
+            reader_timeout_ms=options.reader_timeout_ms,
         )
         return engine, backend
 

@@ -46,6 +46,7 @@ class VerifierOptions:
     prefill_chunk: int = PREFILL_CHUNK["cpu"]
     max_queue: int = 64
     queue_timeout_ms: int = 30_000
+    reader_timeout_ms: int = 30_000
     draft_timeout_ms: int = DRAFT_TIMEOUT_MS["cpu"]
     feature_backlog_mib: int | None = None
     shared_memory: bool = True  # for features, where the drafter is on this host
@@ -71,6 +72,7 @@ class VerifierOptions:
         for name, value, first, last in (
             ("--draft-timeout-ms", timeout_ms, 1, MOST_SECONDS * 1000),
             ("--queue-timeout-ms", arguments.queue_timeout_ms, 0, MOST_SECONDS * 1000),
+            ("--reader-timeout-ms", arguments.reader_timeout_ms, 1, MOST_SECONDS * 1000),
             ("--drain-timeout", arguments.drain_timeout, 0, MOST_SECONDS),
             ("--max-concurrency", arguments.max_concurrency, 1, MOST_CONCURRENCY),
             ("--prefill-chunk", chunk, 1, 1 << 16),
@@ -94,6 +96,7 @@ class VerifierOptions:
             prefill_chunk=chunk,
             max_queue=arguments.max_queue,
             queue_timeout_ms=arguments.queue_timeout_ms,
+            reader_timeout_ms=arguments.reader_timeout_ms,
             draft_timeout_ms=timeout_ms,
             feature_backlog_mib=arguments.feature_backlog_mib,
             shared_memory=arguments.shared_memory == "auto",

@@ -146,3 +146,11 @@ class Sink(Protocol):
     @property
     def gone(self) -> bool:
         """Whether the client left; nothing is published to it any more."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the reader is so far behind that the sample must pause."""
+
+    @property
+    def overdue(self) -> FaultError | None:
+        """Why the sample ends because of its reader: it has been paused for too long."""

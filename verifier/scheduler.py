@@ -97,7 +97,9 @@ class Engine:
         tickets = [Ticket(r, s) for r, s in zip(requests, sinks, strict=True)]
         with self._lock:
             if self._draining:
-                raise FaultError("DRAINING", "server: draining, takes no new requests")
+                raise FaultError(
+                    "DRAINING", "server: draining, takes no new requests", retry_after_ms=1000
+                )
             if any((r.request_id, r.sample_index) in self._live for r in requests):
                 taken = requests[0].request_id
                 raise FaultError(
@@ -121,10 +123,18 @@ class Engine:
             self._counters["requests"] += len(tickets)
         self.wake()
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends every sample of a request soon. Idempotent; False when none is running."""
+    def cancel(self, request_id: str, sinks: Rows[Sink] | None = None) -> bool:
+        """Ends every sample of a request soon. Idempotent; False when none is running.
+
+        With ``sinks`` only the samples that publish there: an id may be in use again by the time
+        that its first user leaves.
+        """
         with self._lock:
-            tickets = [t for (name, _), t in self._live.items() if name == request_id]
+            tickets = [
+                ticket
+                for (name, _), ticket in self._live.items()
+                if name == request_id and (sinks is None or ticket.sink in sinks)
+            ]
         for ticket in tickets:
             ticket.abort()
         self.wake()
@@ -188,7 +198,8 @@ class Engine:
         self._drop_cancelled()
         self._admit()
         prefilled = self._prefill()
-        decoding = [s for s in self._resident if s.prefilled]
+        # a reader that is behind pauses its own samples, and nobody else's
+        decoding = [s for s in self._resident if s.prefilled and not s.ticket.sink.full]
         self._link.pump(drafting=any(self._drafts(s) for s in decoding))
         ready = [s for s in decoding if not self._must_wait(s)]
         if ready:

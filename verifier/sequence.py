@@ -32,7 +32,7 @@ class Ticket:
         deadline = self.request.deadline_ns
         if deadline is not None and time.monotonic_ns() >= deadline:
             return FaultError("DEADLINE_EXPIRED", "request: its deadline passed")
-        return None
+        return self.sink.overdue
 
     def publish(self, delta: Delta | None, finish: Finish | None) -> None:
         """Hands the client tokens, the end or both; one that left gets nothing."""

@@ -57,8 +57,14 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
         """Queues the samples of one request, all or none; raises FaultError."""
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends every sample of a request soon. Idempotent; False when none is running."""
+    def cancel(self, request_id: str, sinks: Sequence[Sink] | None = None) -> bool:
+        """Ends every sample of a request, or those that publish to ``sinks``, soon. Idempotent.
+
+        False when none is running.
+        """
+
+    def wake(self) -> None:
+        """Makes the engine look at its samples' sinks again."""
 
     def status(self) -> EngineStatus:
         """What runs and waits now."""
@@ -102,6 +108,7 @@ class Backend:
     server: ServerFacts
     limits: Limits
     ready_ns: int
+    reader_timeout_ns: int = 30_000_000_000  # longest pause for a reader that is behind
 
     @classmethod
     def of(
@@ -113,6 +120,7 @@ class Backend:
         *,
         max_prompt_bytes: int | None = None,
         generation_config: dict[str, Any] | None = None,
+        reader_timeout_ms: int = 30_000,
     ) -> Backend:
         """A backend that is ready now.
 
@@ -123,6 +131,7 @@ class Backend:
             server: Facts of the process.
             max_prompt_bytes: Largest prompt text; None chooses by the context.
             generation_config: Gives absent sampling fields their values; None leaves them neutral.
+            reader_timeout_ms: Longest pause for a reader that is behind.
         """
         limits = Limits(
             vocab_size=model.vocab_size,
@@ -133,7 +142,8 @@ class Backend:
             max_prompt_bytes=max_prompt_bytes or validation.default_prompt_bytes(model.max_context),
             defaults=validation.model_defaults(generation_config or {}),
         )
-        return cls(engine, text, model, server, limits, time.monotonic_ns())
+        ready_ns, timeout_ns = time.monotonic_ns(), reader_timeout_ms * 1_000_000
+        return cls(engine, text, model, server, limits, ready_ns, timeout_ns)
 
 
 Handler = Callable[["GenerationService", M, grpc.aio.ServicerContext[Any, Any]], Awaitable[R]]
@@ -213,16 +223,20 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         requests = checked.requests(
             prompt_ids, backend.limits, arrival_ns=arrival_ns, deadline_ns=deadline_ns
         )
-        call = _Call(len(requests))
+        call = _Call(len(requests), backend.reader_timeout_ns, backend.engine.wake)
         backend.engine.submit(requests, call.sinks)
         try:
             while call.live_count:
                 index, event = await call.next()
                 await context.write(_pack_event(checked.request_id, index, event))
+                call.written()
+        except asyncio.CancelledError:
+            call.raise_overdue()
+            raise
         finally:
             if call.live_count:
                 call.gone = True
-                backend.engine.cancel(checked.request_id)
+                backend.engine.cancel(checked.request_id, call.sinks)
 
     @_edge
     async def Abort(
@@ -323,24 +337,80 @@ def build_server(
 
 
 class _Call:
-    """The queue of one Generate call. Its length is bounded by the tokens the call may produce."""
+    """The bounded queue of one Generate call, between the engine thread and the loop.
 
-    def __init__(self, sample_count: int) -> None:
+    The engine publishes without waiting, so the bound works by asking: once `MOST_UNREAD` messages
+    wait to be written, the call is full and its samples pause, until half of them are written. A
+    call that stays paused for longer than its timeout is overdue, and ends with READER_TOO_SLOW at
+    once: what waits is dropped, and the write in progress abandoned.
+
+    Args:
+        sample_count: Samples that will end.
+        timeout_ns: Longest pause.
+        wake: Makes the engine look again, when a pause ended.
+    """
+
+    MOST_UNREAD = 64
+
+    def __init__(self, sample_count: int, timeout_ns: int, wake: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._handler = asyncio.current_task()
         self._queue: asyncio.Queue[tuple[int, Delta | Finish | FaultError]] = asyncio.Queue()
+        self._timeout_ns = timeout_ns
+        self._wake = wake
+        # each is written by one thread alone: the engine's, the loop's
+        self._put_count = 0
+        self._written_count = 0
+        self._paused_at_ns: int | None = None  # the engine's thread alone
+        self._overdue: FaultError | None = None
         self.live_count = sample_count
         self.gone = False
         self.sinks = [_SampleSink(self, index) for index in range(sample_count)]
 
+    # ---- engine thread
+
     def put(self, index: int, event: Delta | Finish | FaultError) -> None:
-        """Hands over from the engine thread."""
+        """Hands over."""
         if self.gone:
             return
+        self._put_count += 1
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+            if event is self._overdue:
+                self._loop.call_soon_threadsafe(self._abandon)
+            else:
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
         except RuntimeError:
             # the loop was closed, and the client with it
             self.gone = True
+
+    @property
+    def full(self) -> bool:
+        """Whether the samples pause now."""
+        unread = self._put_count - self._written_count
+        if self._paused_at_ns is None and unread >= self.MOST_UNREAD:
+            self._paused_at_ns = time.monotonic_ns()
+        elif self._paused_at_ns is not None and unread <= self.MOST_UNREAD // 2:
+            self._paused_at_ns = None
+        return self._paused_at_ns is not None
+
+    @property
+    def overdue(self) -> FaultError | None:
+        """The fault of a call that was paused for too long."""
+        if self._overdue is None and self.full:
+            assert self._paused_at_ns is not None
+            waited_ns = time.monotonic_ns() - self._paused_at_ns
+            if waited_ns > self._timeout_ns:
+                limit_ms, waited_ms = self._timeout_ns // 1_000_000, waited_ns // 1_000_000
+                self._overdue = FaultError(
+                    "READER_TOO_SLOW",
+                    f"reader: expected half of {self.MOST_UNREAD} messages read within {limit_ms} "
+                    f"ms, waited {waited_ms} ms",
+                    limit_ms=limit_ms,
+                    waited_ms=waited_ms,
+                )
+        return self._overdue
+
+    # ---- the loop
 
     async def next(self) -> tuple[int, Delta | Finish]:
         """The next event; raises the fault of a sample that failed."""
@@ -351,6 +421,28 @@ class _Call:
         if isinstance(event, Finish):
             self.live_count -= 1
         return index, event
+
+    def written(self) -> None:
+        """Says that the event of the last `next` has left."""
+        self._written_count += 1
+        if self._put_count - self._written_count == self.MOST_UNREAD // 2:
+            self._wake()
+
+    def _abandon(self) -> None:
+        """Interrupts the handler, wherever it waits: flow control may hold a write for ever."""
+        if self.gone:  # it left meanwhile, or another sample was overdue before
+            return
+        self.gone = True
+        self._queue = asyncio.Queue()
+        if self._handler is not None:
+            self._handler.cancel()
+
+    def raise_overdue(self) -> None:
+        """Raises the fault for which the handler was interrupted, if it was."""
+        if self._overdue is not None and self.gone:
+            assert self._handler is not None
+            self._handler.uncancel()
+            raise self._overdue
 
 
 class _SampleSink:
@@ -376,6 +468,16 @@ class _SampleSink:
     def gone(self) -> bool:
         """Whether the client left."""
         return self._call.gone
+
+    @property
+    def full(self) -> bool:
+        """Whether the reader is behind."""
+        return self._call.full
+
+    @property
+    def overdue(self) -> FaultError | None:
+        """Whether it was behind for too long."""
+        return self._call.overdue
 
 
 async def _off_loop(function: Callable[[Backend, M], R], backend: Backend, message: M) -> R:

@@ -84,6 +84,7 @@ REASONS: Mapping[str, Reason] = MappingProxyType(
         "FEATURE_UNSUPPORTED": Reason(_C.UNIMPLEMENTED, "leave out what the message names"),
         "QUEUE_FULL": Reason(_C.RESOURCE_EXHAUSTED, "try again later or elsewhere"),
         "QUEUE_TIMEOUT": Reason(_C.RESOURCE_EXHAUSTED, "try again later or elsewhere"),
+        "READER_TOO_SLOW": Reason(_C.RESOURCE_EXHAUSTED, "read faster, or ask for less at once"),
         "DEADLINE_EXPIRED": Reason(_C.DEADLINE_EXCEEDED, "allow more time or fewer tokens"),
         "REQUEST_CANCELLED": Reason(_C.CANCELLED, "nothing; the caller left"),
         "LOGITS_NOT_FINITE": Reason(_C.INTERNAL, "check the weights; report it if they are sound"),

@@ -641,6 +641,13 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest wait for admission (default: %(default)s)",
     )
     group.add_argument(
+        "--reader-timeout-ms",
+        type=int,
+        metavar="MS",
+        default=30_000,
+        help="longest pause for a client that does not read (default: %(default)s)",
+    )
+    group.add_argument(
         "--prefill-chunk",
         type=int,
         metavar="N",

@@ -40,6 +40,7 @@ TEMPLATE = (
 )
 MAX_CONTEXT = 2000
 K = 7
+PAUSE_MS = 1500
 
 
 def play(request: Request, sink: Sink) -> None:
@@ -60,6 +61,8 @@ class ScriptedEngine:
         self.cancelled: queue.Queue[str] = queue.Queue()
         self.live: dict[str, threading.Event] = {}
         self.refusal: FaultError | None = None
+        self.left: list[Sink] = []
+        self.woken: queue.Queue[bool] = queue.Queue()
 
     def submit(self, requests: Sequence[Request], sinks: Sequence[Sink]) -> None:
         if self.refusal is not None:
@@ -78,8 +81,12 @@ class ScriptedEngine:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def cancel(self, request_id: str) -> bool:
+    def wake(self) -> None:
+        self.woken.put(True)
+
+    def cancel(self, request_id: str, sinks: Sequence[Sink] | None = None) -> bool:
         self.cancelled.put(request_id)
+        self.left.extend(sinks or ())
         event = self.live.get(request_id)
         if event is not None:
             event.set()
@@ -120,7 +127,8 @@ class Served:
             draft_tokens=K,
             target_layer_ids=(1, 4),
         )
-        return Backend.of(self.engine, self.text, model, ServerFacts(4, 64, "cpu", "float32"))
+        facts = ServerFacts(4, 64, "cpu", "float32")
+        return Backend.of(self.engine, self.text, model, facts, reader_timeout_ms=PAUSE_MS)
 
     def _run(self, ready: bool) -> None:
         async def serve() -> None:
@@ -483,6 +491,8 @@ def test_a_client_that_cancels_reaches_the_engine_and_gets_nothing_more(served):
     call.cancel()
     assert served.engine.cancelled.get(timeout=20) == "left"
     assert sinks[0].gone
+    # by identity: the id may be another request's by now
+    assert served.engine.left == sinks
 
 
 def test_a_connection_that_breaks_reaches_the_engine(served):
@@ -564,6 +574,74 @@ def test_an_unexpected_error_is_internal_and_the_server_goes_on(served, monkeypa
     assert (fault.reason, fault.code) == ("INTERNAL", grpc.StatusCode.INTERNAL)
     assert "secret" not in fault.message and fault.metadata["error_id"] in fault.message
     assert len(served.generate(text="x")) == 3
+
+
+# --- readers that are behind
+
+BIG = Delta((5,), "x" * 20_000, (20_000,), (TokenOrigin.TARGET,))
+UNREAD = 64
+
+
+def pausing(count: int, paused: queue.Queue[Sink]) -> Callable[[Request, Sink], None]:
+    """Publishes ``count`` large deltas as the engine would: never to a full sink."""
+
+    def script(request: Request, sink: Sink) -> None:
+        for _ in range(count):
+            if sink.full:
+                paused.put(sink)
+            while sink.full:
+                if (fault := sink.overdue) is not None:
+                    sink.fail(fault)
+                    return
+                time.sleep(0.005)
+            if sink.gone:
+                return
+            sink.delta(BIG)
+        sink.finish(Finish(FinishReason.LENGTH, None, Usage()))
+
+    return script
+
+
+def test_a_reader_that_stops_pauses_its_stream_and_ends_with_resource_exhausted(served):
+    paused: queue.Queue[Sink] = queue.Queue()
+    served.engine.script = pausing(10_000, paused)
+    call = served.stub.Generate(pb.GenerateRequest(token_ids=IDS, request_id="slow"), timeout=60)
+    next(call)
+    began = time.monotonic()
+    sink = paused.get(timeout=20)
+    assert 0 < sink._call._put_count - sink._call._written_count <= UNREAD, "bounded"
+    served.engine.script = play
+    assert [r.text for r in served.generate(token_ids=IDS)] == ["ab", "c", ""], "others go on"
+    assert served.engine.cancelled.get(timeout=20) == "slow"
+    assert time.monotonic() - began >= PAUSE_MS / 1000
+    assert sink._call._queue.empty(), "what waited is dropped"
+    # what was on its way comes, and then why there is no more
+    fault = fault_of(lambda: list(call))
+    assert (fault.reason, fault.code) == ("READER_TOO_SLOW", grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert int(fault.metadata["waited_ms"]) >= int(fault.metadata["limit_ms"]) == PAUSE_MS
+
+
+def test_a_reader_that_only_pauses_gets_everything(served):
+    paused: queue.Queue[Sink] = queue.Queue()
+    served.engine.script = pausing(400, paused)
+    call = served.stub.Generate(pb.GenerateRequest(token_ids=IDS), timeout=60)
+    next(call)
+    sink = paused.get(timeout=20)
+    rest = list(call)
+    assert [len(r.text) for r in rest] == [20_000] * 399 + [0]
+    assert rest[-1].HasField("finish") and not sink.gone
+    assert served.engine.woken.get(timeout=20), "the end of the pause wakes the engine"
+
+
+def test_a_client_that_leaves_while_it_is_behind_is_forgotten_at_once(served):
+    paused: queue.Queue[Sink] = queue.Queue()
+    served.engine.script = pausing(10_000, paused)
+    call = served.stub.Generate(pb.GenerateRequest(token_ids=IDS, request_id="left"), timeout=60)
+    next(call)
+    sink = paused.get(timeout=20)
+    call.cancel()
+    assert served.engine.cancelled.get(timeout=20) == "left"
+    assert sink.gone
 
 
 @pytest.mark.parametrize(
