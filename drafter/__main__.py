@@ -20,7 +20,7 @@ from drafter.model import DraftModel
 from drafter.selector import selector_for
 from drafter.service import DraftService, Engine
 from drafter.weights import load_weights, weight_plan
-from outrider import pair, serving
+from outrider import pair, security, serving
 from outrider.checkpoint import Checkpoint, bundled
 from outrider.random_weights import open_checkpoint
 
@@ -86,13 +86,17 @@ def start(options: DrafterOptions) -> Running:
         server = grpc.server(
             futures.ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="draft-call"),
             options=serving.SERVER_OPTIONS,
+            interceptors=(options.security.guard().sync(),),
         )
         service = DraftService()
         service.register(server)
         health = serving.Health(server, serving.DRAFT_SERVICE)
         serving.add_reflection(server, serving.DRAFT_SERVICE)
-        address = serving.bind(server, options.listen)
+        address = serving.bind(server, options.listen, options.security.credentials())
         server.start()
+        weakness = options.security.weakness(address)
+        if weakness is not None:
+            log.warning("port_exposed", address=address, weakness=weakness)
         try:
             engine, plan = _load(config, options, target, draft)
             service.attach(engine)
@@ -172,6 +176,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
     )
     serving.add_pair_arguments(parser)
     serving.add_drafter_arguments(parser)
+    security.add_server_arguments(parser)
     flags = parser.parse_args(argv)
     device = str(choose_device(flags.device))
     options = DrafterOptions(
@@ -189,6 +194,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
         checkpoint_host_mib=flags.checkpoint_host_mib,
         checkpoint_grace=flags.checkpoint_grace,
         causal_local_layers=flags.causal_local_layers,
+        security=security.ServerSecurity.of(flags),
     )
     return options, flags.log_level
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,7 @@ from drafter.context import PAGE_SIZE, ContextPlan
 from outrider import pair, serving
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
+from outrider.security import ServerSecurity
 
 log = structlog.get_logger("outrider.drafter")
 
@@ -41,6 +42,7 @@ class DrafterOptions:
     checkpoint_host_mib: int = 0  # budget of the replicas in host memory
     checkpoint_grace: float = 60.0  # seconds that checkpoints outlive their verifier's stream
     causal_local_layers: bool = False
+    security: ServerSecurity = field(default_factory=ServerSecurity)
 
 
 @dataclass(frozen=True)

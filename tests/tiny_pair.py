@@ -155,8 +155,10 @@ class Pair:
             status = engine.status()
             free = (len(state._free_lanes), len(state._free_slots), len(state._free_pages))
             total = (state.page_tables.shape[0],) * 2 + (state.key_pages.shape[1],)
-            drafted = self.drafter._service._engine._graphs.memory.free_count
-            if (status.resident, status.queued, free) == (0, 0, total) and drafted == total[0]:
+            drafting = self.drafter._service._engine
+            drafted = drafting._graphs.memory.free_count
+            idle = (status.resident, status.queued, free) == (0, 0, total)
+            if idle and drafted == drafting.config.max_concurrency:
                 return
             assert time.monotonic() < deadline, (status, free, total, drafted)
             time.sleep(0.01)
@@ -171,6 +173,7 @@ def served(
     max_concurrency: int = 4,
     max_context: int = 512,
     drafter_context: int | None = None,
+    drafter_lanes: int | None = None,
     dtype: str = "float32",
     load_format: str = "auto",
     **verifier_options: Any,
@@ -182,7 +185,7 @@ def served(
             draft=draft,
             listen="127.0.0.1:0",
             draft_tokens=draft_tokens,
-            max_concurrency=max_concurrency,
+            max_concurrency=drafter_lanes or max_concurrency,
             max_context=drafter_context or max_context,
             dtype=dtype,
             load_format=load_format,

@@ -17,7 +17,7 @@ import torch
 
 import outrider
 from kernels.replay import Replays
-from outrider import pair, serving
+from outrider import guard, pair, serving
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
 from outrider.random_weights import open_checkpoint
@@ -70,9 +70,13 @@ class Running:
             raise
 
     async def _listen(self) -> str:
-        self._server = build_server(self._service, further=self._further)
-        address = serving.bind(self._server, self._options.listen)
+        demands = self._options.security
+        self._server = build_server(self._service, further=self._further, guard=demands.guard())
+        address = serving.bind(self._server, self._options.listen, demands.credentials())
         await self._server.start()
+        weakness = demands.weakness(address)
+        if weakness is not None:
+            log.warning("port_exposed", address=address, weakness=weakness)
         return address
 
     def open(self, engine: Engine, backend: Backend) -> None:
@@ -236,6 +240,8 @@ class Plan:
             share_memory=options.shared_memory,
             on_event=lambda: engine.wake(),  # noqa: PLW0108 - the engine comes later
             on_connection=running.drafter_connected,
+            credentials=options.drafter_security.credentials("--drafter-tls"),
+            metadata=guard.bearer(options.drafter_security.token()),
         )
         rounds = Rounds(
             blocks,
@@ -264,6 +270,7 @@ class Plan:
                 options.load_format,
             ),
             generation_config=checkpoint.generation_config if options.model_defaults else None,
+            max_prompt_bytes=options.max_prompt_bytes,
             reader_timeout_ms=options.reader_timeout_ms,
         )
         return engine, backend

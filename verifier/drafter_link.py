@@ -127,11 +127,14 @@ class _Stream:
     """
 
     def __init__(
-        self, stub: draft_service_pb2_grpc.DraftServiceStub, memory: FeatureMemory | None
+        self,
+        stub: draft_service_pb2_grpc.DraftServiceStub,
+        memory: FeatureMemory | None,
+        metadata: tuple[tuple[str, str], ...],
     ) -> None:
         self.memory = memory
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
-        self.call = stub.DraftRounds(self._requests())
+        self.call = stub.DraftRounds(self._requests(), metadata=metadata)
 
     def _requests(self) -> Iterator[wire.DraftRoundsRequest]:
         while (message := self._outgoing.get()) is not None:
@@ -169,6 +172,7 @@ class DrafterLink:
             changed; must not block.
         credentials: Channel credentials; None is plain text.
         share_memory: Whether features go through shared memory where the drafter is on this host.
+        metadata: Sent with every dial.
     """
 
     def __init__(
@@ -185,6 +189,7 @@ class DrafterLink:
         on_connection: Callable[[bool], None] = lambda connected: None,
         credentials: grpc.ChannelCredentials | None = None,
         share_memory: bool = True,
+        metadata: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.address = address
         self.counters: Counter[str] = Counter()
@@ -203,6 +208,7 @@ class DrafterLink:
         self._on_event = on_event
         self._on_connection = on_connection
         self._credentials = credentials
+        self._metadata = tuple(metadata)
         self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(
@@ -577,7 +583,7 @@ class DrafterLink:
             welcomed, detail, refused = False, "the stream ended", False
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
             memory = self._memory_to_offer()
-            stream = _Stream(stub, memory)
+            stream = _Stream(stub, memory, self._metadata)
             self._dialling = stream
             # a peer that takes the call and says nothing would hold the dial for ever
             silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
@@ -667,10 +673,13 @@ def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Dr
             vocabulary, or q does not contain the drafted token or does not sum to 1 within 1e-5.
     """
     token_ids = tuple(proposal.token_ids)
-    if len(token_ids) != live or not all(0 <= token < public_vocab for token in token_ids):
+    outside = sum(not 0 <= token < public_vocab for token in token_ids)
+    if len(token_ids) != live or outside:
         raise FaultError(
             "PROPOSAL_INVALID",
-            f"proposal: expected {live} ids in [0, {public_vocab}), got {list(token_ids)}",
+            # no ids: this is logged
+            f"proposal: expected {live} ids in [0, {public_vocab}), got {len(token_ids)}, of them "
+            f"{outside} outside",
             expected=live,
             actual=len(token_ids),
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import torch
 
-from outrider import serving
+from outrider import security, serving
 from outrider.checkpoint import bundled
+from outrider.security import ClientSecurity, ServerSecurity
 
 # how long a round waits for the drafter: a GPU draft takes a few milliseconds, a draft on a busy
 # CPU takes as long as its neighbours let it
@@ -56,6 +57,9 @@ class VerifierOptions:
     model_defaults: bool = False
     gateway: bool = False
     drain_timeout_s: float = 30.0
+    max_prompt_bytes: int | None = None  # None chooses by the context
+    security: ServerSecurity = field(default_factory=ServerSecurity)
+    drafter_security: ClientSecurity = field(default_factory=ClientSecurity)
 
     @classmethod
     def resolve(cls, arguments: argparse.Namespace) -> Self:
@@ -73,6 +77,7 @@ class VerifierOptions:
             ("--draft-timeout-ms", timeout_ms, 1, MOST_SECONDS * 1000),
             ("--queue-timeout-ms", arguments.queue_timeout_ms, 0, MOST_SECONDS * 1000),
             ("--reader-timeout-ms", arguments.reader_timeout_ms, 1, MOST_SECONDS * 1000),
+            ("--max-prompt-bytes", arguments.max_prompt_bytes or 1, 1, serving.MESSAGE_LIMIT),
             ("--drain-timeout", arguments.drain_timeout, 0, MOST_SECONDS),
             ("--max-concurrency", arguments.max_concurrency, 1, MOST_CONCURRENCY),
             ("--prefill-chunk", chunk, 1, 1 << 16),
@@ -106,6 +111,9 @@ class VerifierOptions:
             model_defaults=arguments.model_defaults,
             gateway=choose_gateway(arguments.gateway),
             drain_timeout_s=arguments.drain_timeout,
+            max_prompt_bytes=arguments.max_prompt_bytes,
+            security=ServerSecurity.of(arguments),
+            drafter_security=security.drafter_channel_security(arguments),
         )
 
 
@@ -149,6 +157,8 @@ def parse(arguments: Sequence[str] | None) -> VerifierOptions:
     parser.add_argument("--drafter", default=serving.DRAFTER_LISTEN, help="the drafter's address")
     serving.add_pair_arguments(parser)
     serving.add_verifier_arguments(parser)
+    security.add_server_arguments(parser)
+    security.add_drafter_channel_arguments(parser)
     namespace = parser.parse_args(arguments)
     serving.configure_logs(namespace.log_level)
     return VerifierOptions.resolve(namespace)

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 import outrider
 from outrider import serving
 from outrider.faults import FaultError, abort_async
+from outrider.guard import Guard
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import generation_service_pb2_grpc as pb_grpc
 from verifier import validation
@@ -312,6 +313,7 @@ def build_server(
     options: Sequence[tuple[str, int]] = serving.SERVER_OPTIONS,
     *,
     further: Mapping[str, Callable[[grpc.aio.Server, GenerationService], None]] | None = None,
+    guard: Guard | None = None,
 ) -> grpc.aio.Server:
     """The server with the service, health and reflection; not bound and not started.
 
@@ -321,8 +323,10 @@ def build_server(
         service: The public service.
         options: Channel arguments.
         further: Full names of services that translate to `service`, and what adds each.
+        guard: The rules that every call must pass; None lets all callers in.
     """
-    server = grpc.aio.server(options=list(options))
+    interceptor = (guard or Guard()).asynchronous()
+    server = grpc.aio.server(options=list(options), interceptors=(interceptor,))
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     names = [serving.GENERATION_SERVICE]
     for name, add_to_server in (further or {}).items():

@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from outrider.faults import FaultError, from_rpc_error
+from outrider.guard import bearer
 from outrider.serving import CHANNEL_OPTIONS
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import generation_service_pb2_grpc as pb_grpc
@@ -47,6 +48,10 @@ class InvalidRequestError(ClientError):
 
 class UnsupportedError(ClientError):
     """The server cannot do this at all, such as image input."""
+
+
+class UnauthenticatedError(ClientError):
+    """The server wants a bearer token that it knows."""
 
 
 class OverloadedError(ClientError):
@@ -75,6 +80,7 @@ _KINDS: Mapping[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
     grpc.StatusCode.NOT_FOUND: InvalidRequestError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
@@ -520,11 +526,26 @@ class Client:
     Args:
         address: "host:port" or "unix:path".
         options: Further channel arguments of gRPC.
+        credentials: For a server with TLS, such as `grpc.ssl_channel_credentials(ca)`; None is
+            plain text.
+        token: Bearer token for a server that wants one.
     """
 
-    def __init__(self, address: str, *, options: Sequence[tuple[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        options: Sequence[tuple[str, Any]] = (),
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+    ) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=(*CHANNEL_OPTIONS, *options))
+        arguments = (*CHANNEL_OPTIONS, *options)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=arguments)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=arguments)
+        self._metadata = bearer(token)
         self._stub = pb_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Stream:
@@ -535,13 +556,12 @@ class Client:
             ClientError: From the iteration, by kind.
         """
         request = _request(prompt, options)
-        return Stream(self._stub.Generate(request, timeout=options.get("timeout")), request)
+        return Stream(self._start(request, options), request)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """One whole completion; raises as `stream` does."""
         request = _one(prompt, options)
-        call = self._stub.Generate(request, timeout=options.get("timeout"))
-        with Stream(call, request) as stream:
+        with Stream(self._start(request, options), request) as stream:
             return stream.completions()[0]
 
     def samples(
@@ -627,10 +647,12 @@ class Client:
     ) -> None:
         self.close()
 
-    @staticmethod
-    def _call(method: Any, request: Any, timeout: float | None) -> Any:
+    def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Any:
+        return self._stub.Generate(request, timeout=options.get("timeout"), metadata=self._metadata)
+
+    def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
         try:
-            return method(request, timeout=timeout)
+            return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error(error) from None
 
@@ -687,9 +709,18 @@ def _task_cancelled() -> bool:
 class AsyncClient:
     """`Client` for asyncio. Belongs to the event loop of its first call."""
 
-    def __init__(self, address: str, *, options: Sequence[tuple[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        options: Sequence[tuple[str, Any]] = (),
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+    ) -> None:
         self.address = address
         self._options = (*CHANNEL_OPTIONS, *options)
+        self._credentials = credentials
+        self._metadata = bearer(token)
         self._channel: grpc.aio.Channel | None = None
         self._bound: Any = None
 
@@ -697,21 +728,27 @@ class AsyncClient:
     def _stub(self) -> Any:
         # a channel takes the loop that runs when it is made
         if self._bound is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=self._options)
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(self.address, options=self._options)
+            else:
+                channel = grpc.aio.secure_channel(
+                    self.address, self._credentials, options=self._options
+                )
+            self._channel = channel
             self._bound = pb_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         return self._bound
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """As `Client.stream`; call it on the loop."""
         request = _request(prompt, options)
-        return AsyncStream(self._stub.Generate(request, timeout=options.get("timeout")), request)
+        return AsyncStream(self._start(request, options), request)
 
     async def generate(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """As `Client.generate`."""
         request = _one(prompt, options)
-        call = self._stub.Generate(request, timeout=options.get("timeout"))
+        call = self._start(request, options)
         async with AsyncStream(call, request) as stream:
             return (await stream.completions())[0]
 
@@ -796,9 +833,11 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    @staticmethod
-    async def _call(method: Any, request: Any, timeout: float | None) -> Any:
+    def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Any:
+        return self._stub.Generate(request, timeout=options.get("timeout"), metadata=self._metadata)
+
+    async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
         try:
-            return await method(request, timeout=timeout)
+            return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error(error) from None

@@ -76,6 +76,8 @@ REASONS: Mapping[str, Reason] = MappingProxyType(
         "SAMPLING_INVALID": Reason(_C.INVALID_ARGUMENT, "correct the sampling field"),
         "STOP_INVALID": Reason(_C.INVALID_ARGUMENT, "correct the stop strings or ids"),
         "REQUEST_INVALID": Reason(_C.INVALID_ARGUMENT, "correct the named field"),
+        "TOKEN_INVALID": Reason(_C.UNAUTHENTICATED, "send a bearer token that the server knows"),
+        "PEER_LIMIT": Reason(_C.RESOURCE_EXHAUSTED, "end some calls first, or try again later"),
         "REQUEST_ID_TAKEN": Reason(_C.ALREADY_EXISTS, "choose another request id"),
         "TEMPLATE_FAILED": Reason(
             _C.INVALID_ARGUMENT, "send messages that the chat template accepts, or a text prompt"

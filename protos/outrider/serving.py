@@ -42,6 +42,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     # two servers on one port would each take half of the calls
     ("grpc.so_reuseport", 0),
+    # of one connection; further ones wait at the client
+    ("grpc.max_concurrent_streams", 1_024),
 )
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_LIMITS,
@@ -78,10 +80,15 @@ class AddressError(ValueError):
     """An address that cannot be listened on."""
 
 
-def bind(server: grpc.Server | grpc.aio.Server, address: str) -> str:
+def bind(
+    server: grpc.Server | grpc.aio.Server,
+    address: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> str:
     """Listens on an address and returns the real one: port 0 becomes the port that was taken.
 
-    Takes "host:port", "[v6]:port" and "unix:path". For sync and asyncio servers, before start.
+    Takes "host:port", "[v6]:port" and "unix:path"; without credentials the port is plain text. For
+    sync and asyncio servers, before start.
 
     Raises:
         AddressError: When the address is taken or is none.
@@ -92,7 +99,10 @@ def bind(server: grpc.Server | grpc.aio.Server, address: str) -> str:
     if not address.startswith("unix:") and not is_port:  # core would wrap a larger port around
         raise AddressError(f"listen: expected HOST:PORT or unix:PATH, got {address!r}")
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         port = 0
         cause = str(error).splitlines()[0]
@@ -632,6 +642,13 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         default=64,
         help="samples that may wait beside those that run (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-prompt-bytes",
+        type=int,
+        metavar="BYTES",
+        default=None,
+        help="largest prompt as text (default: chosen by the context)",
     )
     group.add_argument(
         "--queue-timeout-ms",

@@ -100,6 +100,7 @@ def test_keepalive_and_limits_are_set_by_these_names():
         "grpc.http2.min_ping_interval_without_data_ms",
         "grpc.http2.max_ping_strikes",
         "grpc.so_reuseport",
+        "grpc.max_concurrent_streams",
     }
     assert channel.keys() - limits == {
         "grpc.keepalive_time_ms",

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from outrider import serving
+from outrider import security, serving
 from outrider.cli import VerbError, serve, wrong_use
 from outrider.cli.terminal import Printer, explain, tokens_per_round
 from outrider.client import Client, ClientError, Completion, GenerateOptions, TokenLogprobs
 
 MAX_TOKENS = 128
 FREE_PORT = "127.0.0.1:0"
+# flags of the services that mean something to a client too
+FOR_CLIENTS = {"draft_tokens", "log_level", "tls_cert", "tls_key", "tls_ca", "token_file"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,14 +130,25 @@ def client_for(options: argparse.Namespace) -> Iterator[Client]:
     """A client of --address, or of services that live as long as the `with` block."""
     if options.address is not None:
         _note_unused(options)
-        with Client(options.address) as client:
+        with dialled(options.address, options) as client:
             yield client
         return
+    if (options.tls_cert, options.tls_key, options.tls_ca, options.token_file) != (None,) * 4:
+        wrong_use("TLS and tokens: expected --address beside them, for a server that asks for them")
     services = argparse.Namespace(**vars(options))
     if options.draft_tokens == 0:
         services.draft_tokens = None  # a matter of the request alone: services have K >= 1
     with serve.running(services) as address, Client(serving.dialable(address)) as client:
         yield client
+
+
+def dialled(address: str, options: argparse.Namespace) -> Client:
+    """A client of a running server, with the TLS files and the token that the flags name."""
+    try:
+        own = security.client_security(options)
+        return Client(address, credentials=own.credentials(), token=own.token())
+    except security.SecurityError as error:
+        wrong_use(str(error))
 
 
 @contextmanager
@@ -238,8 +251,7 @@ def _note_unused(options: argparse.Namespace) -> None:
     unused = [
         action.option_strings[0]
         for action in parser._actions
-        if action.dest not in ("draft_tokens", "log_level")
-        and getattr(options, action.dest) != action.default
+        if action.dest not in FOR_CLIENTS and getattr(options, action.dest) != action.default
     ]
     if unused:
         print(

@@ -7,9 +7,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from outrider import serving
-from outrider.cli.generate import reported_errors
-from outrider.client import Client
+from outrider import security, serving
+from outrider.cli.generate import dialled, reported_errors
 
 TIMEOUT = 10.0  # seconds
 
@@ -22,11 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a running verifier (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    security.add_client_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints both descriptions."""
-    with Client(serving.dialable(options.address)) as client, reported_errors():
+    with dialled(serving.dialable(options.address), options) as client, reported_errors():
         described = {
             "model": asdict(client.model_info(timeout=TIMEOUT)),
             "server": asdict(client.server_info(timeout=TIMEOUT)),

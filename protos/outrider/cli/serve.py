@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from outrider import serving
+from outrider import security, serving
 from outrider.cli import VerbError, require_serve_extra
 from outrider.client import Client, ClientError
 
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser, listen: str = serving.VERIFIE
     serving.add_pair_arguments(parser)
     serving.add_drafter_arguments(parser)
     serving.add_verifier_arguments(parser)
+    security.add_server_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -192,8 +193,10 @@ class Services:
             (pair, serving.add_drafter_arguments), options
         )
         self._verifier_arguments = serving.arguments_given(
-            (pair, serving.add_verifier_arguments), options
+            (pair, serving.add_verifier_arguments, security.add_server_arguments), options
         )
+        # the supervisor has no certificate or token of a client's, and cannot ask its own verifier
+        self._callable = not (options.tls_cert or options.token_file)
         self._listen: str = options.listen
         self._drafter_listen: str = options.drafter_listen
         self._drain: float = options.drain_timeout
@@ -241,7 +244,8 @@ class Services:
         finally:
             self._progress.close()
             self._progress = None
-        self._await_link(serving.dialable(address))
+        if self._callable:
+            self._await_link(serving.dialable(address))
         return address
 
     def supervise(self) -> int:

@@ -1,0 +1,207 @@
+"""TLS, mutual TLS and tokens on both ports and between the services."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+import drafter.__main__ as drafter_process
+import verifier.__main__ as verifier_process
+from drafter.config import DrafterOptions
+from outrider import cli, serving
+from outrider.client import AsyncClient, Client, UnauthenticatedError, UnavailableError
+from outrider.security import ClientSecurity, ServerSecurity
+from outrider.v1 import draft_service_pb2 as wire
+from outrider.v1 import draft_service_pb2_grpc
+from tests.certificates import Authority
+from tests.system.conftest import greedy, prompt
+from tests.tiny_pair import Pair
+from verifier.options import VerifierOptions
+
+K = 3
+TOKEN, DRAFTER_TOKEN = "public-token", "inner-token"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("theirs"), "stranger")
+
+
+@contextlib.contextmanager
+def secured(
+    folder: Path,
+    drafter: ServerSecurity,
+    channel: ClientSecurity,
+    verifier: ServerSecurity,
+    state: str = "connected",
+) -> Iterator[Pair]:
+    common = {
+        "target": folder / "target",
+        "draft": folder / "dflash2",
+        "draft_tokens": K,
+        "max_context": 256,
+        "listen": "127.0.0.1:0",
+    }
+    behind = drafter_process.start(DrafterOptions(**common, security=drafter))
+    try:
+        front = verifier_process.start(
+            VerifierOptions(
+                **common, drafter=behind.address, security=verifier, drafter_security=channel
+            )
+        )
+        try:
+            pair = Pair(behind, front)
+            pair.wait_for_drafter(state)
+            yield pair
+        finally:
+            front.stop(0)
+    finally:
+        behind.stop(0)
+
+
+def drafts(client: Client, oracle) -> None:
+    completion = client.generate(prompt_ids=prompt(9), max_tokens=20, temperature=0)
+    assert list(completion.token_ids) == greedy(oracle, prompt(9), 20)
+    assert completion.usage.proposed > 0
+
+
+@pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual"])
+def test_both_ports_speak_tls_and_the_pair_drafts_over_it(
+    dense, oracle, authority, stranger, mutual
+):
+    own, inner, caller = map(authority.issue, ("verifier", "drafter", "caller"))
+    demanded = authority.ca if mutual else None
+    shown = (caller.certificate, caller.key) if mutual else (None, None)
+    ours = ClientSecurity(authority.ca, *shown)
+    with secured(
+        dense,
+        ServerSecurity(inner.certificate, inner.key, demanded),
+        ours,
+        ServerSecurity(own.certificate, own.key, demanded),
+    ) as pair:
+        with Client(pair.address, credentials=ours.credentials()) as client:
+            drafts(client, oracle)
+        wrong = [None, ClientSecurity(stranger.ca).credentials()]
+        if mutual:
+            alien = stranger.issue("alien")
+            wrong += [
+                ClientSecurity(authority.ca).credentials(),
+                ClientSecurity(authority.ca, alien.certificate, alien.key).credentials(),
+            ]
+        for address in (pair.address, pair.drafter.address):
+            for credentials in wrong:
+                with (
+                    Client(address, credentials=credentials) as client,
+                    pytest.raises(UnavailableError),
+                ):
+                    client.model_info(timeout=10)
+        with Client(pair.address, credentials=ours.credentials()) as client:
+            drafts(client, oracle)
+
+
+def test_a_drafter_that_the_verifier_does_not_trust_is_not_used(dense, oracle, authority, stranger):
+    inner = stranger.issue("impostor")
+    with (
+        secured(
+            dense,
+            ServerSecurity(inner.certificate, inner.key),
+            ClientSecurity(authority.ca),
+            ServerSecurity(),
+            "connecting",
+        ) as pair,
+        Client(pair.address) as client,
+    ):
+        completion = client.generate(prompt_ids=prompt(9), max_tokens=20, temperature=0)
+        assert list(completion.token_ids) == greedy(oracle, prompt(9), 20)
+        assert completion.usage.proposed == 0
+        info = client.server_info()
+        assert (info.drafter_state, info.drafter_detail[:11]) == ("connecting", "UNREACHABLE")
+
+
+def test_tokens_guard_both_ports_and_the_link_shows_its_own(dense, oracle, tmp_path, capsys):
+    public, inner = tmp_path / "public", tmp_path / "inner"
+    public.write_text(f"{TOKEN}\n")
+    inner.write_text(f"{DRAFTER_TOKEN}\n")
+    with secured(
+        dense,
+        ServerSecurity(token_file=inner),
+        ClientSecurity(token_file=inner),
+        ServerSecurity(token_file=public),
+    ) as pair:
+        with Client(pair.address, token=TOKEN) as client:
+            drafts(client, oracle)
+        for token in (None, DRAFTER_TOKEN):
+            with Client(pair.address, token=token) as client:
+                with pytest.raises(UnauthenticatedError) as refused:
+                    client.generate(prompt_ids=prompt(9))
+                assert refused.value.reason == "TOKEN_INVALID"
+        with grpc.insecure_channel(pair.drafter.address) as channel:
+            stub = draft_service_pb2_grpc.DraftServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as closed:
+                stub.GetDraftInfo(wire.GetDraftInfoRequest(), timeout=10)
+            assert closed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            call = stub.DraftRounds(iter([wire.DraftRoundsRequest()]), timeout=10)
+            with pytest.raises(grpc.RpcError) as closed:
+                next(call)
+            assert closed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        # and through the command line
+        address = f"--address={pair.address}"
+        assert cli.main(["info", address, "--json"]) == 1
+        assert "TOKEN_INVALID" in capsys.readouterr().err
+        assert cli.main(["info", address, "--json", f"--token-file={public}"]) == 0
+        assert json.loads(capsys.readouterr().out)["server"]["drafter_state"] == "connected"
+
+
+def test_a_wrong_token_for_the_drafter_is_told_and_requests_run_plainly(dense, tmp_path):
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("right\n")
+    wrong.write_text("wrong\n")
+    with (
+        secured(
+            dense,
+            ServerSecurity(token_file=right),
+            ClientSecurity(token_file=wrong),
+            ServerSecurity(),
+            "connecting",
+        ) as pair,
+        Client(pair.address) as client,
+    ):
+        assert client.generate(prompt_ids=prompt(9), max_tokens=5).usage.proposed == 0
+        assert client.server_info().drafter_detail.startswith("TOKEN_INVALID: authorization")
+
+
+def test_the_command_line_and_the_async_client_speak_tls(dense, authority, capsys):
+    import asyncio
+
+    own, caller = authority.issue("verifier"), authority.issue("caller")
+    demands = ServerSecurity(own.certificate, own.key, authority.ca)
+    files = [f"--tls-ca={authority.ca}", f"--tls-cert={caller.certificate}"]
+    files.append(f"--tls-key={caller.key}")
+    with secured(dense, ServerSecurity(), ClientSecurity(), demands) as pair:
+        address = f"--address={serving.dialable(pair.address)}"
+        words = ["generate", address, "--prompt-ids=1,2", "--max-tokens=4", "--json"]
+        assert cli.main([*words, *files]) == 0
+        assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 4
+        assert cli.main([*words, files[0]]) == 1
+        capsys.readouterr()
+        assert cli.main([*words, f"--tls-ca={caller.key}"]) == 2
+        assert "--tls-ca: expected PEM certificates" in capsys.readouterr().err
+
+        async def ask() -> int:
+            ours = ClientSecurity(authority.ca, caller.certificate, caller.key)
+            async with AsyncClient(pair.address, credentials=ours.credentials()) as client:
+                return len((await client.generate(prompt_ids=[1, 2], max_tokens=3)).token_ids)
+
+        assert asyncio.run(ask()) == 3
+    assert cli.main(["generate", "--prompt-ids=1,2", files[0]]) == 2
+    assert "--address" in capsys.readouterr().err
