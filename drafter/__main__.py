@@ -16,13 +16,16 @@ import torch
 from drafter.config import DraftConfig, DrafterOptions, choose_device
 from drafter.context import ContextMemory
 from drafter.graphs import DraftGraphs
+from drafter.metrics import DrafterMetrics
 from drafter.model import DraftModel
 from drafter.selector import selector_for
 from drafter.service import DraftService, Engine
 from drafter.weights import load_weights, weight_plan
-from outrider import pair, security, serving
+from outrider import metrics, pair, security, serving, tracing
 from outrider.checkpoint import Checkpoint, bundled
+from outrider.metrics import Endpoint
 from outrider.random_weights import open_checkpoint
+from outrider.tracing import Tracer
 
 log = structlog.get_logger("outrider.drafter")
 
@@ -36,12 +39,19 @@ class Running:
 
     Attributes:
         address: Where it listens, with the real port.
+        telemetry: What it tells of itself.
     """
 
     def __init__(
-        self, address: str, server: grpc.Server, service: DraftService, health: serving.Health
+        self,
+        address: str,
+        server: grpc.Server,
+        service: DraftService,
+        health: serving.Health,
+        telemetry: Telemetry,
     ) -> None:
         self.address = address
+        self.telemetry = telemetry
         self._server = server
         self._service = service
         self._health = health
@@ -60,10 +70,33 @@ class Running:
         self._service.drain()
         self._server.stop(DRAIN_SECONDS if grace is None else grace).wait()
         self._service.close()
+        self.telemetry.close()
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the server has stopped, or for `timeout` seconds."""
         self._server.wait_for_termination(timeout)
+
+
+class Telemetry:
+    """Metrics, the port that shows them, and spans.
+
+    Raises:
+        MetricsError: The port for metrics is taken.
+        TracingError: Spans were asked for and cannot be made.
+    """
+
+    def __init__(self, options: DrafterOptions) -> None:
+        self.metrics = DrafterMetrics()
+        self.tracer = Tracer.chosen("outrider-drafter", options.tracing)
+        listen = options.metrics_listen
+        self._endpoint = None if listen is None else Endpoint(self.metrics, listen)
+        self.address = None if self._endpoint is None else self._endpoint.address
+
+    def close(self) -> None:
+        """Closes the port and sends what spans are left."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self.tracer.close()
 
 
 def start(options: DrafterOptions) -> Running:
@@ -97,17 +130,22 @@ def start(options: DrafterOptions) -> Running:
         weakness = options.security.weakness(address)
         if weakness is not None:
             log.warning("port_exposed", address=address, weakness=weakness)
+        telemetry: Telemetry | None = None
         try:
-            engine, plan = _load(config, options, target, draft)
+            telemetry = Telemetry(options)
+            engine, plan = _load(config, options, target, draft, telemetry)
             service.attach(engine)
         except BaseException:
             health.close()
             server.stop(0).wait()
+            if telemetry is not None:
+                telemetry.close()
             raise
     health.set_ready(True)
     log.info(
         "drafter_ready",
         address=address,
+        metrics_address=telemetry.address,
         format=config.draft.format,
         draft_tokens=config.draft_tokens,
         max_concurrency=config.max_concurrency,
@@ -120,11 +158,15 @@ def start(options: DrafterOptions) -> Running:
     )
     if options.load_format == "random":
         log.warning("random_weights", effect="proposals are noise; for benchmarks only")
-    return Running(address, server, service, health)
+    return Running(address, server, service, health, telemetry)
 
 
 def _load(
-    config: DraftConfig, options: DrafterOptions, target: Checkpoint, draft: Checkpoint
+    config: DraftConfig,
+    options: DrafterOptions,
+    target: Checkpoint,
+    draft: Checkpoint,
+    telemetry: Telemetry,
 ) -> tuple[Engine, dict[str, object]]:
     """Allocates everything; the plan for the log has sizes in MiB."""
     if config.device.type == "cuda" and config.device.index is not None:
@@ -155,7 +197,7 @@ def _load(
         "graph_count": graphs.replays.graph_count,
         "capture_s": round(graphs.capture_seconds, 2),
     }
-    return Engine(config, geometry, graphs), plan
+    return Engine(config, geometry, graphs, telemetry.metrics, telemetry.tracer), plan
 
 
 def _arithmetic(sizes: Sequence[tuple[str, int]], available: int) -> str:
@@ -176,6 +218,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
     )
     serving.add_pair_arguments(parser)
     serving.add_drafter_arguments(parser)
+    metrics.add_metrics_argument(parser)
+    tracing.add_tracing_argument(parser)
     security.add_server_arguments(parser)
     flags = parser.parse_args(argv)
     device = str(choose_device(flags.device))
@@ -195,6 +239,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
         checkpoint_grace=flags.checkpoint_grace,
         causal_local_layers=flags.causal_local_layers,
         security=security.ServerSecurity.of(flags),
+        metrics_listen=flags.metrics_listen,
+        tracing=flags.tracing,
     )
     return options, flags.log_level
 

@@ -43,6 +43,8 @@ class DrafterOptions:
     checkpoint_grace: float = 60.0  # seconds that checkpoints outlive their verifier's stream
     causal_local_layers: bool = False
     security: ServerSecurity = field(default_factory=ServerSecurity)
+    metrics_listen: str | None = None
+    tracing: str = "off"
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,13 @@ import torch
 from drafter.checkpoints import FULL_RETRY_MS, CheckpointSlots, CheckpointTable, CheckpointTables
 from drafter.config import MOST_CONCURRENCY, DraftConfig
 from drafter.graphs import DraftGraphs
+from drafter.metrics import DrafterMetrics, StreamRecord
 from drafter.rounds import DraftRounds, invalid
 from outrider import PROTOCOL_REVISION, __version__, faults, pair
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
 from outrider.shared_memory import OfferedMemory
+from outrider.tracing import Tracer, Trail
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
 
@@ -45,6 +47,7 @@ class Stream:
         self.checkpoints: CheckpointTable | None = None  # likewise
         self.verifier_id = b""
         self.max_concurrency = 0  # B that its Hello reserved
+        self.record = StreamRecord(Tracer("outrider-drafter"))  # the engine's from Hello on
         self.ended = False
         self._heard = False  # whether anything came
         self._outbox: queue.SimpleQueue[wire.DraftRoundsResponse | FaultError | None]
@@ -56,6 +59,7 @@ class Stream:
         try:
             for request in requests:
                 received_ns = time.monotonic_ns()
+                engine.counters["bytes_received"] += request.ByteSize()
                 self._heard = True
                 self._credits.acquire()
                 if self.ended:
@@ -113,6 +117,8 @@ class Engine:
         config: DraftConfig,
         geometry: wire.DraftGeometry,
         graphs: DraftGraphs,
+        metrics: DrafterMetrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config = config
         self.geometry = geometry
@@ -120,9 +126,12 @@ class Engine:
         self._graphs = graphs
         slots = CheckpointSlots(graphs.memory, config.checkpoint_host_bytes)
         self._checkpoints = CheckpointTables(slots, config.checkpoint_grace, self.counters)
+        self.metrics = metrics or DrafterMetrics()
+        self._tracer = tracer or Tracer("outrider-drafter")
         self._streams: dict[Stream, None] = {}  # after their Hello
         self._inbox: queue.SimpleQueue[tuple[Stream, wire.DraftRoundsRequest | None, int] | None]
         self._inbox = queue.SimpleQueue()
+        self.metrics.watch(self)
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
         self._thread.start()
 
@@ -142,6 +151,15 @@ class Engine:
         """Ends the thread, once no call is left that could wait for it."""
         self._inbox.put(None)
         self._thread.join()
+
+    def stream_count(self) -> float:
+        """Live streams of verifiers."""
+        return len(self._streams)
+
+    def occupancy(self) -> dict[str, float]:
+        """Contexts, used and free."""
+        free, most = self._graphs.memory.free_count, self.config.max_concurrency
+        return {"used": most - free, "free": free}
 
     def describe(self) -> wire.GetDraftInfoResponse:
         """What GetDraftInfo answers; callable from any thread."""
@@ -197,14 +215,39 @@ class Engine:
             return
         if reply is not None and reply.WhichOneof("event") == "round_reply":
             reply.round_reply.service_ns = time.monotonic_ns() - received_ns
-            log.debug(
-                "round_drafted",
-                round_index=reply.round_reply.round_index,
-                rows=len(reply.round_reply.rows),
-                materialize_ns=reply.round_reply.materialize_ns,
-                draft_ns=reply.round_reply.draft_ns,
-            )
         stream.answer(reply)
+        self._record(stream, request, reply)
+
+    def _record(
+        self,
+        stream: Stream,
+        request: wire.DraftRoundsRequest,
+        reply: wire.DraftRoundsResponse | None,
+    ) -> None:
+        """Counts and logs an event, after its answer is on its way."""
+        if reply is not None:
+            self.counters["bytes_sent"] += reply.ByteSize()
+        event = request.WhichOneof("event")
+        if event in ("open", "restore", "fork"):
+            begun = getattr(request, event)
+            trail = Trail(
+                request_id=begun.trail.request_id,
+                x_request_id=begun.trail.x_request_id,
+                traceparent=begun.trail.traceparent,
+            )
+            stream.record.begun(begun.sequence_id, begun.epoch, trail, event)
+        elif event == "release":
+            stream.record.released(request.release.sequence_id)
+        elif event == "round" and reply is not None:
+            answer = reply.round_reply
+            self.metrics.round_ended(answer.materialize_ns, answer.draft_ns, answer.service_ns)
+            stream.record.round_ended(
+                answer.round_index,
+                [(row.sequence_id, len(row.proposal.token_ids)) for row in answer.rows],
+                materialize_ns=answer.materialize_ns,
+                draft_ns=answer.draft_ns,
+                service_ns=answer.service_ns,
+            )
 
     def _welcome(
         self, stream: Stream, request: wire.DraftRoundsRequest
@@ -220,6 +263,7 @@ class Engine:
         self._expect_room(hello)
         stream.checkpoints = self._checkpoints.claim(hello.verifier_id, hello.checkpoint_slots)
         stream.verifier_id = hello.verifier_id
+        stream.record = StreamRecord(self._tracer)
         stream.max_concurrency = hello.max_concurrency
         shared = self._shared_memory(hello)
         stream.rounds = DraftRounds(
@@ -274,6 +318,7 @@ class Engine:
             stream.rounds.close()
         if stream.checkpoints is not None:
             self._checkpoints.leave(stream.checkpoints)
+        stream.record.closed()
         self._streams.pop(stream, None)
         if fault is not None:
             self.counters[f"ended_{fault.reason.lower()}"] += 1

@@ -19,13 +19,16 @@ import outrider
 from kernels.replay import Replays
 from outrider import guard, pair, serving
 from outrider.checkpoint import Checkpoint
+from outrider.metrics import Endpoint
 from outrider.pair import DraftFacts, TargetFacts
 from outrider.random_weights import open_checkpoint
+from outrider.tracing import Tracer
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import SamplingTables
 from verifier.blocks import Blocks, rounded_up
 from verifier.config import TargetConfig
 from verifier.drafter_link import DrafterLink
+from verifier.metrics import VerifierMetrics
 from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
 from verifier.projection import Projection, projection_plan
 from verifier.rounds import Rounds
@@ -51,6 +54,8 @@ class Running:
     Attributes:
         address: Where it listens, with the real port.
         engine: The engine, for status and tests.
+        metrics: What is counted.
+        metrics_address: Where that is shown; None nowhere.
     """
 
     def __init__(self, options: VerifierOptions, further: FurtherServices) -> None:
@@ -59,7 +64,11 @@ class Running:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
         self._thread.start()
-        self._service = GenerationService()
+        self.metrics = VerifierMetrics()
+        self.tracer = Tracer.chosen("outrider-verifier", options.tracing)
+        self.metrics_address: str | None = None
+        self._endpoint: Endpoint | None = None
+        self._service = GenerationService(self.metrics)
         self._stopped = threading.Event()
         self._server: Any = None
         self.engine: Engine | None = None
@@ -70,6 +79,9 @@ class Running:
             raise
 
     async def _listen(self) -> str:
+        if self._options.metrics_listen is not None:
+            self._endpoint = Endpoint(self.metrics, self._options.metrics_listen)
+            self.metrics_address = self._endpoint.address
         demands = self._options.security
         self._server = build_server(self._service, further=self._further, guard=demands.guard())
         address = serving.bind(self._server, self._options.listen, demands.credentials())
@@ -105,6 +117,7 @@ class Running:
             self.engine.stop()
         self._call(self._server.stop(CLOSE_GRACE_S))
         self._close_loop()
+        self.tracer.close()
 
     def drafter_connected(self, connected: bool) -> None:
         """Passes on to health whether the drafter is there; for the engine thread."""
@@ -119,6 +132,8 @@ class Running:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _close_loop(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._loop.is_running():
@@ -150,7 +165,12 @@ def start(options: VerifierOptions) -> Running:
             running.stop(0)
             raise
     running.open(engine, backend)
-    log.info("verifier_ready", address=running.address, **plan.summary())
+    log.info(
+        "verifier_ready",
+        address=running.address,
+        metrics_address=running.metrics_address,
+        **plan.summary(),
+    )
     if options.load_format == "random":
         log.warning("random_weights", effect="the output is noise; for benchmarks only")
     return running
@@ -249,6 +269,7 @@ class Plan:
             draft_tokens=self.draft_tokens,
             max_context=self.max_context,
             chunk=options.prefill_chunk,
+            metrics=running.metrics,
         )
         engine = Engine(
             rounds,
@@ -257,6 +278,7 @@ class Plan:
             lanes=options.max_concurrency,
             max_queue=options.max_queue,
             queue_timeout_ns=options.queue_timeout_ms * 1_000_000,
+            tracer=running.tracer,
         )
         backend = Backend.of(
             engine,

@@ -25,6 +25,7 @@ import torch
 from outrider import faults, serving, tensors
 from outrider.faults import FaultError
 from outrider.shared_memory import FeatureMemory, on_this_host
+from outrider.tracing import NO_TRAIL, Trail
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
 
@@ -50,6 +51,7 @@ class Context:
     """
 
     sequence_id: int
+    trail: Trail = NO_TRAIL  # for the drafter's logs and spans
     epoch: int = 0
     is_open: bool = False
     coverage_first: int = 0
@@ -119,6 +121,16 @@ class Exchange:
 NOTHING = Exchange({})
 
 
+def _packed(trail: Trail) -> wire.Trail | None:
+    if trail == NO_TRAIL:
+        return None
+    return wire.Trail(
+        request_id=trail.request_id,
+        x_request_id=trail.x_request_id,
+        traceparent=trail.traceparent,
+    )
+
+
 class _Stream:
     """One DraftRounds call: an outgoing queue and the call that drains it.
 
@@ -131,13 +143,16 @@ class _Stream:
         stub: draft_service_pb2_grpc.DraftServiceStub,
         memory: FeatureMemory | None,
         metadata: tuple[tuple[str, str], ...],
+        counters: Counter[str],
     ) -> None:
         self.memory = memory
+        self._counters = counters
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
         self.call = stub.DraftRounds(self._requests(), metadata=metadata)
 
     def _requests(self) -> Iterator[wire.DraftRoundsRequest]:
         while (message := self._outgoing.get()) is not None:
+            self._counters["bytes_sent"] += message.ByteSize()
             yield message
 
     def send(self, **event: object) -> None:
@@ -251,9 +266,9 @@ class DrafterLink:
 
     # ---- contexts -----------------------------------------------------------------------------
 
-    def context(self) -> Context:
+    def context(self, trail: Trail = NO_TRAIL) -> Context:
         """A new draft half, not open yet, under a sequence id of its own."""
-        context = Context(self._next_sequence_id)
+        context = Context(self._next_sequence_id, trail)
         self._next_sequence_id += 1
         self._contexts[context.sequence_id] = context
         return context
@@ -285,7 +300,10 @@ class DrafterLink:
         self.counters["opens"] += 1
         self._stream.send(
             open=wire.Open(
-                sequence_id=context.sequence_id, epoch=context.epoch, coverage_first=first
+                sequence_id=context.sequence_id,
+                epoch=context.epoch,
+                coverage_first=first,
+                trail=_packed(context.trail),
             )
         )
 
@@ -326,6 +344,16 @@ class DrafterLink:
                 release=wire.Release(sequence_id=context.sequence_id, epoch=context.epoch)
             )
         context.close()
+
+    def plain_cause(self, context: Context, frontier: int) -> str:
+        """Why a row that could be drafted for was not."""
+        if not self.connected:
+            return "drafter_away"
+        if context.out_of_range or not self.drafts_at(frontier):
+            return "out_of_range"
+        if not context.is_open:
+            return "closed"
+        return "backlog" if self.has_backlog(context) else "no_proposal"
 
     def has_backlog(self, context: Context) -> bool:
         """Whether the context has more unsent rows than a Round carries."""
@@ -583,7 +611,7 @@ class DrafterLink:
             welcomed, detail, refused = False, "the stream ended", False
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
             memory = self._memory_to_offer()
-            stream = _Stream(stub, memory, self._metadata)
+            stream = _Stream(stub, memory, self._metadata, self.counters)
             self._dialling = stream
             # a peer that takes the call and says nothing would hold the dial for ever
             silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
@@ -592,6 +620,7 @@ class DrafterLink:
             try:
                 stream.send(hello=self._greeting(memory))
                 for message in stream.call:
+                    self.counters["bytes_received"] += message.ByteSize()
                     silence.cancel()
                     if not welcomed:
                         # whether it was taken or not, nobody will look for it any more

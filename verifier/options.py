@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from outrider import security, serving
+from outrider import metrics, security, serving, tracing
 from outrider.checkpoint import bundled
 from outrider.security import ClientSecurity, ServerSecurity
 
@@ -58,6 +58,8 @@ class VerifierOptions:
     gateway: bool = False
     drain_timeout_s: float = 30.0
     max_prompt_bytes: int | None = None  # None chooses by the context
+    metrics_listen: str | None = None
+    tracing: str = "off"
     security: ServerSecurity = field(default_factory=ServerSecurity)
     drafter_security: ClientSecurity = field(default_factory=ClientSecurity)
 
@@ -112,6 +114,8 @@ class VerifierOptions:
             gateway=choose_gateway(arguments.gateway),
             drain_timeout_s=arguments.drain_timeout,
             max_prompt_bytes=arguments.max_prompt_bytes,
+            metrics_listen=arguments.metrics_listen,
+            tracing=arguments.tracing,
             security=ServerSecurity.of(arguments),
             drafter_security=security.drafter_channel_security(arguments),
         )
@@ -157,6 +161,8 @@ def parse(arguments: Sequence[str] | None) -> VerifierOptions:
     parser.add_argument("--drafter", default=serving.DRAFTER_LISTEN, help="the drafter's address")
     serving.add_pair_arguments(parser)
     serving.add_verifier_arguments(parser)
+    metrics.add_metrics_argument(parser)
+    tracing.add_tracing_argument(parser)
     security.add_server_arguments(parser)
     security.add_drafter_channel_arguments(parser)
     namespace = parser.parse_args(arguments)

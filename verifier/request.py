@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Protocol
 
 from outrider.faults import FaultError
+from outrider.tracing import NO_TRAIL, Trail
 
 
 class FinishReason(Enum):
@@ -67,6 +68,7 @@ class Request:
     return_rounds: bool
     arrival_ns: int  # time.monotonic_ns
     deadline_ns: int | None  # time.monotonic_ns; None never expires
+    trail: Trail = NO_TRAIL  # what it came with, to be found again in logs and traces
 
 
 @dataclass(frozen=True)

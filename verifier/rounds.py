@@ -23,6 +23,7 @@ from outrider.faults import FaultError
 from verifier.acceptance import LicensedRow
 from verifier.blocks import Block, BlockRow, Blocks, HostRows
 from verifier.drafter_link import Ask, Drafted, DrafterLink
+from verifier.metrics import VerifierMetrics
 from verifier.preview import Preview
 from verifier.request import Delta, Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
@@ -36,6 +37,8 @@ class Proposal:
 
     rows: tuple[Sequence, ...]
     drafted: tuple[Drafted | None, ...]
+    draft_ns: int  # of the wait for it, the drafter's own
+    wire_ns: int  # and the rest
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Rounds:
         draft_tokens: K.
         max_context: Most positions of a sequence.
         chunk: Prefill chunk; chunks end at absolute multiples of it, whatever the load.
+        metrics: Counts what happens here.
     """
 
     def __init__(
@@ -100,8 +104,10 @@ class Rounds:
         draft_tokens: int,
         max_context: int,
         chunk: int,
+        metrics: VerifierMetrics | None = None,
     ) -> None:
         self.blocks = blocks
+        self.metrics = metrics or VerifierMetrics()
         self.link = link
         self.draft_tokens = draft_tokens
         self.max_context = max_context
@@ -131,7 +137,9 @@ class Rounds:
         # the rows of earlier chunks were copied while this one was being launched
         self._take_arrived()
         self._arriving.append((sequence, features))
-        sequence.usage.prefill_ns += time.monotonic_ns() - started
+        spent_ns = time.monotonic_ns() - started
+        sequence.usage.prefill_ns += spent_ns
+        self.metrics.chunk_ended(spent_ns)
         if block is not None:
             self._take_arrived()
             licensed = self.accept(PrefilledPrompt(sequence, block))
@@ -156,6 +164,7 @@ class Rounds:
 
     def run(self, rows: Rows[Sequence]) -> None:
         """One round over prefilled ``rows``, at most B."""
+        started = time.monotonic_ns()
         self._take_arrived()
         proposal = self.draft(tuple(rows))
         block = self.verify(proposal)
@@ -163,6 +172,13 @@ class Rounds:
         previewed = self.preview(licensed)
         committed = self.commit(previewed)
         self.publish(committed)
+        self.metrics.round_ended(
+            len(rows),
+            time.monotonic_ns() - started,
+            proposal.draft_ns,
+            proposal.wire_ns,
+            self.blocks.times.verify_ns,
+        )
 
     def wanted(self, sequence: Sequence) -> int:
         """P that this round could verify for the row: what K, request, budget and context leave."""
@@ -200,7 +216,16 @@ class Rounds:
             exchange.proposals.get(row.context.sequence_id) if row.context is not None else None
             for row in rows
         )
-        return Proposal(rows, drafted)
+        return Proposal(rows, drafted, exchange.draft_ns, exchange.wire_ns)
+
+    def _plain_cause(self, row: Sequence) -> str:
+        """Why a row of this round has no proposals."""
+        context = row.context
+        if context is None:
+            return "request"
+        if self.wanted(row) == 0:
+            return "budget"
+        return self.link.plain_cause(context, row.frontier)
 
     def verify(self, proposal: Proposal) -> VerifiedBlock:
         """Runs the target causally over [a, d_1..d_P]; its GDN state is not touched."""
@@ -275,6 +300,8 @@ class Rounds:
         first = row.frontier
         plain = drafted is None and self.wanted(row) > 0
         if isinstance(licensed.source, VerifiedBlock):
+            if drafted is None:
+                self.metrics.plain[self._plain_cause(row)] += 1
             row.frontier += kept
             if row.context is not None:
                 features = self.blocks.features(licensed.source.block, index, kept)
@@ -298,6 +325,7 @@ class Rounds:
         usage = row.usage
         proposed = drafted.token_ids if drafted is not None else ()
         usage.rounds += 1
+        self.metrics.row_committed(len(proposed), accepted, kept)
         usage.proposed += len(proposed)
         usage.accepted += accepted
         for position in range(accepted):

@@ -16,7 +16,9 @@ import structlog
 import torch
 
 from outrider.faults import FaultError
+from outrider.tracing import Tracer
 from verifier.drafter_link import DrafterLink
+from verifier.metrics import SampleRecord
 from verifier.preview import OutputSession
 from verifier.request import Request, Sink, Usage
 from verifier.rounds import Rounds
@@ -49,6 +51,7 @@ class Engine:
         lanes: B, samples that run at once.
         max_queue: Samples that may wait beside them.
         queue_timeout_ns: Longest wait for admission.
+        tracer: Makes spans of samples; None makes none.
     """
 
     def __init__(
@@ -60,9 +63,12 @@ class Engine:
         lanes: int,
         max_queue: int,
         queue_timeout_ns: int,
+        tracer: Tracer | None = None,
     ) -> None:
         self._rounds = rounds
         self._link: DrafterLink = rounds.link
+        self.metrics = rounds.metrics
+        self._tracer = tracer or Tracer("outrider-verifier")
         self._state = state
         self._text = text
         self._most_live = lanes + max_queue
@@ -76,6 +82,7 @@ class Engine:
         self._stopping = False
         self._counters: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self.metrics.watch(self)
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -94,7 +101,6 @@ class Engine:
         Raises:
             FaultError: DRAINING, QUEUE_FULL or REQUEST_ID_TAKEN.
         """
-        tickets = [Ticket(r, s) for r, s in zip(requests, sinks, strict=True)]
         with self._lock:
             if self._draining:
                 raise FaultError(
@@ -108,15 +114,19 @@ class Engine:
                     request_id=taken,
                 )
             most = self._most_live
-            if len(self._live) + len(tickets) > most:
+            if len(self._live) + len(requests) > most:
                 raise FaultError(
                     "QUEUE_FULL",
                     f"queue: expected at most {most} samples running and waiting, "
-                    f"got {len(self._live)} and {len(tickets)} more",
+                    f"got {len(self._live)} and {len(requests)} more",
                     expected=most,
-                    actual=len(self._live) + len(tickets),
+                    actual=len(self._live) + len(requests),
                     retry_after_ms=1000,
                 )
+            tickets = [
+                Ticket(request, sink, SampleRecord(request, self.metrics, self._tracer))
+                for request, sink in zip(requests, sinks, strict=True)
+            ]
             self._waiting.extend(tickets)
             for ticket in tickets:
                 self._live[ticket.request.request_id, ticket.request.sample_index] = ticket
@@ -149,6 +159,20 @@ class Engine:
         return EngineStatus(
             self._link.state, self._link.address, self._link.detail, resident, queued, counters
         )
+
+    @property
+    def link(self) -> DrafterLink:
+        """The drafter's end, for metrics."""
+        return self._link
+
+    def states(self) -> dict[str, float]:
+        """Samples by state."""
+        with self._lock:
+            return {"waiting": len(self._waiting), "running": len(self._resident)}
+
+    def occupancy(self) -> dict[str, tuple[int, int]]:
+        """Used and free lanes, state slots and pages."""
+        return self._state.occupancy()
 
     def drain(self, grace_s: float) -> bool:
         """Takes no new requests and waits for the live ones; True when all ended in time."""
@@ -287,12 +311,13 @@ class Engine:
                 seed=request.sampling.seed,
                 queue_ns=time.monotonic_ns() - request.arrival_ns,
             )
+            ticket.record.admitted(usage.queue_ns)
             self._rounds.blocks.tables.admit(residency.lane, request)
             sequence = Sequence(
                 ticket=ticket,
                 residency=residency,
                 session=OutputSession(self._text, request),
-                context=self._link.context() if request.draft_tokens else None,
+                context=self._link.context(ticket.trail) if request.draft_tokens else None,
                 usage=usage,
                 tokens=list(request.prompt_ids),
             )
@@ -349,7 +374,6 @@ class Engine:
         request = ticket.request
         with self._lock:
             self._live.pop((request.request_id, request.sample_index), None)
-        log.info("request_ended", request_id=request.request_id, sample=request.sample_index)
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -7,7 +7,9 @@ import time
 from dataclasses import dataclass
 
 from outrider.faults import FaultError
+from outrider.tracing import Trail
 from verifier.drafter_link import Context
+from verifier.metrics import SampleRecord
 from verifier.preview import OutputSession
 from verifier.request import Delta, Finish, FinishReason, Request, Sink, Usage
 from verifier.state import Residency
@@ -16,10 +18,20 @@ from verifier.state import Residency
 class Ticket:
     """A submitted sample from arrival to end; the only part other threads touch."""
 
-    def __init__(self, request: Request, sink: Sink) -> None:
+    def __init__(self, request: Request, sink: Sink, record: SampleRecord) -> None:
         self.request = request
         self.sink = sink
+        self.record = record
         self._aborted = threading.Event()
+
+    @property
+    def trail(self) -> Trail:
+        """What work done for the sample elsewhere carries on."""
+        return Trail(
+            request_id=self.request.request_id,
+            x_request_id=self.request.trail.x_request_id,
+            traceparent=self.record.span.traceparent,
+        )
 
     def abort(self) -> None:
         """Asks for an early end; takes effect at the next place cancellation is looked at."""
@@ -37,12 +49,16 @@ class Ticket:
     def publish(self, delta: Delta | None, finish: Finish | None) -> None:
         """Hands the client tokens, the end or both; one that left gets nothing."""
         if delta is not None and not self.sink.gone:
+            self.record.published(len(delta.token_ids))
             self.sink.delta(delta)
-        if finish is not None and not self.sink.gone:
-            self.sink.finish(finish)
+        if finish is not None:
+            self.record.ended(finish.reason, finish.usage, left=self.sink.gone)
+            if not self.sink.gone:
+                self.sink.finish(finish)
 
     def end(self, outcome: FinishReason | FaultError, usage: Usage) -> None:
         """Tells the client how an unfinished sample ended, unless it left."""
+        self.record.ended(outcome, usage, left=self.sink.gone)
         if self.sink.gone:
             return
         if isinstance(outcome, FaultError):
@@ -75,7 +91,7 @@ class Sequence:
         if not isinstance(outcome, FaultError) and not sink.gone:
             held = self.session.flush()
             if held is not None:
-                sink.delta(held)
+                self.ticket.publish(held, None)
         self.ticket.end(outcome, self.usage)
 
     @property

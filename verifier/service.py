@@ -22,9 +22,11 @@ import outrider
 from outrider import serving
 from outrider.faults import FaultError, abort_async
 from outrider.guard import Guard
+from outrider.tracing import X_REQUEST_ID, Trail, is_header
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import generation_service_pb2_grpc as pb_grpc
 from verifier import validation
+from verifier.metrics import VerifierMetrics
 from verifier.request import (
     Delta,
     Finish,
@@ -157,14 +159,19 @@ def _edge(method: Handler[M, R]) -> Handler[M, R]:
     async def handler(
         self: GenerationService, message: M, context: grpc.aio.ServicerContext[Any, Any]
     ) -> R:
+        ending = "CANCELLED"
         try:
-            return await method(self, message, context)
+            answer = await method(self, message, context)
+            ending = "OK"
+            return answer
         except FaultError as error:
             fault = error
+            ending = fault.code.name
         except Exception:
             if context.done():
                 # the client left while a message was on its way to it
                 raise
+            ending = "INTERNAL"
             error_id = uuid.uuid4().hex[:12]
             log.exception("call_failed", method=method.__name__, error_id=error_id)
             fault = FaultError(
@@ -172,6 +179,9 @@ def _edge(method: Handler[M, R]) -> Handler[M, R]:
                 f"{method.__name__}: failed unexpectedly; the log has it under {error_id}",
                 error_id=error_id,
             )
+        finally:
+            if method.__name__ == "Generate":
+                self.metrics.calls[ending] += 1
         await abort_async(context, fault)
 
     return handler
@@ -180,7 +190,8 @@ def _edge(method: Handler[M, R]) -> Handler[M, R]:
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """outrider.v1.GenerationService. Answers LOADING until `open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: VerifierMetrics | None = None) -> None:
+        self.metrics = metrics or VerifierMetrics()
         self._backend: Backend | None = None
         self.health: serving.AsyncHealth | None = None
 
@@ -220,13 +231,21 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         arrival_ns = time.monotonic_ns()
         deadline_ns = _deadline_ns(context, arrival_ns)
         backend = self.backend
+        trail = Trail.of(context.invocation_metadata())
         checked, prompt_ids = await _off_loop(_check, backend, message)
         requests = checked.requests(
-            prompt_ids, backend.limits, arrival_ns=arrival_ns, deadline_ns=deadline_ns
+            prompt_ids,
+            backend.limits,
+            arrival_ns=arrival_ns,
+            deadline_ns=deadline_ns,
+            trail=trail,
         )
         call = _Call(len(requests), backend.reader_timeout_ns, backend.engine.wake)
         backend.engine.submit(requests, call.sinks)
+        shown = trail.x_request_id or checked.request_id
         try:
+            if is_header(shown):
+                await context.send_initial_metadata(((X_REQUEST_ID, shown),))
             while call.live_count:
                 index, event = await call.next()
                 await context.write(_pack_event(checked.request_id, index, event))

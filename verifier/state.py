@@ -104,11 +104,22 @@ class TargetState:
         self._free_lanes = list(reversed(range(lanes)))
         self._free_slots = list(reversed(range(lanes)))
         self._free_pages = list(reversed(range(lanes * table_length)))
+        self._page_count = len(self._free_pages)
         self._residents: dict[int, Residency] = {}
 
     def plan(self) -> list[tuple[str, int]]:
         """What was allocated, as (what, bytes)."""
         return list(self._plan)
+
+    def occupancy(self) -> dict[str, tuple[int, int]]:
+        """Used and free lanes, state slots and pages; callable from any thread."""
+        lanes = self.page_tables.shape[0]
+        free = {
+            "lanes": (lanes, len(self._free_lanes)),
+            "state_slots": (lanes, len(self._free_slots)),
+            "pages": (self._page_count, len(self._free_pages)),
+        }
+        return {name: (total - left, left) for name, (total, left) in free.items()}
 
     def acquire(self, position_count: int) -> Residency | None:
         """Takes a lane, a zeroed state slot and pages for `position_count` positions.

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from outrider.checkpoint import CheckpointError
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
+from outrider.tracing import NO_TRAIL, Trail
 from verifier.request import Request, Sampling
 from verifier.text import Text
 
@@ -128,6 +129,7 @@ class Checked:
         *,
         arrival_ns: int,
         deadline_ns: int | None,
+        trail: Trail = NO_TRAIL,
     ) -> tuple[Request, ...]:
         """One Request a sample, each with its own seed.
 
@@ -136,6 +138,7 @@ class Checked:
             limits: Of the loaded pair.
             arrival_ns: When the request came, time.monotonic_ns.
             deadline_ns: When it expires, likewise; None never.
+            trail: What the call came with, to be found again.
         """
         room = limits.max_context - len(prompt_ids)
         wanted = self.max_tokens
@@ -154,6 +157,7 @@ class Checked:
                 return_rounds=self.return_rounds,
                 arrival_ns=arrival_ns,
                 deadline_ns=deadline_ns,
+                trail=trail,
             )
             for index in range(self.sample_count)
         )

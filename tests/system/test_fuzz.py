@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,11 +16,13 @@ import pytest
 from outrider import serving
 from outrider.client import Client
 from outrider.faults import REASONS, from_rpc_error
+from outrider.shared_memory import FeatureMemory
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc, tensor_pb2
 from outrider.v1 import generation_service_pb2 as pb
 from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import Pair, served
+from tests.tiny_target import TEXT
 
 K = 3
 PATIENCE = 20  # seconds
@@ -223,7 +226,7 @@ def tensor(dtype: int, shape: list[int], data: bytes) -> tensor_pb2.Tensor:
     return tensor_pb2.Tensor(dtype=dtype, shape=shape, data=data)
 
 
-WIDTH = 192  # taps x H of the tiny pair
+WIDTH = TEXT["hidden_size"]
 OPEN = event(open=wire.Open(sequence_id=1, epoch=1))
 F32 = tensor_pb2.DTYPE_FLOAT32
 WRONG_ROWS = {
@@ -273,6 +276,37 @@ def test_events_that_no_verifier_sends_end_the_sender_s_stream_alone(pair, neigh
         assert intruder.say(*events) in {"EVENT_INVALID", "TENSOR_SHAPE"}, events
     assert intruder.say(b"\xff", hello=False) == "EVENT_INVALID"
     assert intruder.say(OPEN, hello=False) == "EVENT_INVALID"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
+def test_memory_that_is_not_there_or_not_as_said_is_never_read(pair, neighbour):
+    outside = wire.SharedRows(first_row=1 << 62, row_count=4)
+    intruder = Intruder(pair)
+    sent = event(features=wire.Features(sequence_id=1, epoch=1, shared_rows=outside))
+    row = wire.RoundRow(sequence_id=1, epoch=1, shared_features=outside)
+    for name in ("", "outrider-" + "0" * 32, "../../etc/passwd", "x" * 4096, "/etc/passwd"):
+        for row_count in (0, 1, (1 << 64) - 1):
+            intruder.hello.shared_memory.CopyFrom(
+                wire.SharedMemoryOffer(name=name, key=bytes(16), row_count=row_count)
+            )
+            assert intruder.say(OPEN, sent) == "EVENT_INVALID", "nothing was shared"
+            round_ = event(round=wire.Round(round_index=1, rows=[row]))
+            assert intruder.say(OPEN, round_) == "EVENT_INVALID"
+    memory = FeatureMemory(row_bytes=4 * WIDTH, round_rows=8, message_rows=64, messages=8)
+    try:
+        offer = memory.offer()
+        intruder.hello.shared_memory.CopyFrom(offer)
+        for where in (
+            outside,
+            wire.SharedRows(first_row=offer.row_count, row_count=1),
+            wire.SharedRows(first_row=0, row_count=0),
+            wire.SharedRows(first_row=0, row_count=65),
+            wire.SharedRows(first_row=0, row_count=(1 << 32) - 1),
+        ):
+            sent = event(features=wire.Features(sequence_id=1, epoch=1, shared_rows=where))
+            assert intruder.say(OPEN, sent) in {"TENSOR_SHAPE", "EVENT_INVALID"}, where
+    finally:
+        memory.unlink()
 
 
 def test_mutated_streams_on_the_inner_port_never_harm_the_verifier_s_own(pair, neighbour):

@@ -30,6 +30,7 @@ SERVE_MODULES = (
     "grpc_health",
     "grpc_reflection",
     "structlog",
+    "prometheus_client",
     "rich",
 )
 
@@ -54,6 +55,7 @@ VERBS = {
     "generate": Entry("outrider.cli.generate", "continue a prompt"),
     "chat": Entry("outrider.cli.chat", "talk to the model"),
     "info": Entry("outrider.cli.info", "describe a running server"),
+    "top": Entry("outrider.cli.top", "watch both services live, from their metrics"),
     "bench": Entry("outrider.cli.bench", "put load on a running server and report"),
     "check": Entry("outrider.cli.check", "test that drafting leaves the output unchanged"),
     "demo": Entry("outrider.cli.demo", "show a completion with and without drafting"),

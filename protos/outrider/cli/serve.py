@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from outrider import security, serving
+from outrider import metrics, security, serving, tracing
 from outrider.cli import VerbError, require_serve_extra
 from outrider.client import Client, ClientError
 
@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser, listen: str = serving.VERIFIE
     serving.add_pair_arguments(parser)
     serving.add_drafter_arguments(parser)
     serving.add_verifier_arguments(parser)
+    metrics.add_metrics_argument(parser)
+    metrics.add_metrics_argument(parser, "--drafter-metrics-listen", " of the drafter")
+    tracing.add_tracing_argument(parser)
     security.add_server_arguments(parser)
 
 
@@ -190,10 +193,19 @@ class Services:
     def __init__(self, options: argparse.Namespace) -> None:
         pair = serving.add_pair_arguments
         self._drafter_arguments = serving.arguments_given(
-            (pair, serving.add_drafter_arguments), options
+            (pair, serving.add_drafter_arguments, tracing.add_tracing_argument), options
         )
+        if options.drafter_metrics_listen is not None:
+            self._drafter_arguments.append(f"--metrics-listen={options.drafter_metrics_listen}")
         self._verifier_arguments = serving.arguments_given(
-            (pair, serving.add_verifier_arguments, security.add_server_arguments), options
+            (
+                pair,
+                serving.add_verifier_arguments,
+                metrics.add_metrics_argument,
+                tracing.add_tracing_argument,
+                security.add_server_arguments,
+            ),
+            options,
         )
         # the supervisor has no certificate or token of a client's, and cannot ask its own verifier
         self._callable = not (options.tls_cert or options.token_file)

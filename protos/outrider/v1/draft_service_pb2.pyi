@@ -194,14 +194,26 @@ class SharedRows(_message.Message):
     def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "coverage_first")
+    __slots__ = ("sequence_id", "epoch", "coverage_first", "trail")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     epoch: int
     coverage_first: int
-    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., coverage_first: _Optional[int] = ...) -> None: ...
+    trail: Trail
+    def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., coverage_first: _Optional[int] = ..., trail: _Optional[_Union[Trail, _Mapping]] = ...) -> None: ...
+
+class Trail(_message.Message):
+    __slots__ = ("request_id", "x_request_id", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    X_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    x_request_id: str
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., x_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("sequence_id", "epoch", "first_position", "rows", "shared_rows")
@@ -348,16 +360,18 @@ class CaptureReply(_message.Message):
     def __init__(self, checkpoint_id: _Optional[int] = ..., fault: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., evicted_checkpoint_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("checkpoint_id", "sequence_id", "epoch", "context_frontier")
+    __slots__ = ("checkpoint_id", "sequence_id", "epoch", "context_frontier", "trail")
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_FIELD_NUMBER: _ClassVar[int]
     checkpoint_id: int
     sequence_id: int
     epoch: int
     context_frontier: int
-    def __init__(self, checkpoint_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., context_frontier: _Optional[int] = ...) -> None: ...
+    trail: Trail
+    def __init__(self, checkpoint_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., context_frontier: _Optional[int] = ..., trail: _Optional[_Union[Trail, _Mapping]] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
     __slots__ = ("checkpoint_id", "sequence_id", "epoch", "coverage_first", "fault")
@@ -374,18 +388,20 @@ class RestoreReply(_message.Message):
     def __init__(self, checkpoint_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., coverage_first: _Optional[int] = ..., fault: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class Fork(_message.Message):
-    __slots__ = ("source_sequence_id", "source_epoch", "sequence_id", "epoch", "context_frontier")
+    __slots__ = ("source_sequence_id", "source_epoch", "sequence_id", "epoch", "context_frontier", "trail")
     SOURCE_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_FIELD_NUMBER: _ClassVar[int]
     source_sequence_id: int
     source_epoch: int
     sequence_id: int
     epoch: int
     context_frontier: int
-    def __init__(self, source_sequence_id: _Optional[int] = ..., source_epoch: _Optional[int] = ..., sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., context_frontier: _Optional[int] = ...) -> None: ...
+    trail: Trail
+    def __init__(self, source_sequence_id: _Optional[int] = ..., source_epoch: _Optional[int] = ..., sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., context_frontier: _Optional[int] = ..., trail: _Optional[_Union[Trail, _Mapping]] = ...) -> None: ...
 
 class ForkReply(_message.Message):
     __slots__ = ("sequence_id", "epoch", "coverage_first", "fault")
