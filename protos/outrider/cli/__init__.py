@@ -54,6 +54,7 @@ VERBS = {
     "serve": Entry("outrider.cli.serve", "run both services and keep them running"),
     "generate": Entry("outrider.cli.generate", "continue a prompt"),
     "chat": Entry("outrider.cli.chat", "talk to the model"),
+    "health": Entry("outrider.cli.health", "say whether a server is ready"),
     "info": Entry("outrider.cli.info", "describe a running server"),
     "top": Entry("outrider.cli.top", "watch both services live, from their metrics"),
     "bench": Entry("outrider.cli.bench", "put load on a running server and report"),

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider import serving
+from outrider import security, serving
 from outrider.cli import VerbError, wrong_use
 from outrider.cli.chart import Line, Panel, svg
-from outrider.cli.generate import reported_errors
+from outrider.cli.generate import dialled, reported_errors, shown
 from outrider.cli.load import Answer, Ask, Point, Spread, closed_loop, open_loop, summarise
-from outrider.client import AsyncClient, Client, GenerateOptions, ModelInfo, ServerInfo
+from outrider.client import AsyncClient, GenerateOptions, ModelInfo, ServerInfo
 
 PROMPTS = (
     "def main():",
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=serving.VERIFIER_LISTEN,
         help="a running verifier (default: %(default)s)",
     )
+    security.add_client_arguments(parser)
     load = parser.add_argument_group("the load")
     load.add_argument(
         "--concurrency",
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints a row a load as it ends; fails when some load had no answer at all."""
     loads = _loads(options)
     with reported_errors():
-        with Client(serving.dialable(options.address)) as client:
+        with dialled(serving.dialable(options.address), options) as client:
             model = client.model_info(timeout=options.timeout)
             server = client.server_info(timeout=options.timeout)
         print(f"{model.model_name}, {_described(model, server)}")
@@ -146,7 +147,9 @@ async def _measure(
     options: argparse.Namespace, model: ModelInfo, loads: Sequence[Load]
 ) -> list[Point]:
     points: list[Point] = []
-    async with AsyncClient(serving.dialable(options.address)) as client:
+    address = serving.dialable(options.address)
+    credentials, token = shown(options)
+    async with AsyncClient(address, credentials=credentials, token=token) as client:
         for load in loads:
             requests = _Requests(options, model, load.drafting)
             # whatever is done once is done before the clock runs
@@ -276,7 +279,8 @@ def report(
     options: argparse.Namespace, model: ModelInfo, server: ServerInfo, points: Sequence[Point]
 ) -> dict[str, Any]:
     """The object that --json saves; figures in ms, rates a second."""
-    asked = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
+    aside = ("json", "plot", "tls_cert", "tls_key", "tls_ca", "token_file")
+    asked = {name: value for name, value in vars(options).items() if name not in aside}
     return {
         "asked": {n: str(v) if isinstance(v, Path) else v for n, v in asked.items()},
         "model": asdict(model),

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
+
 from outrider import security, serving
 from outrider.cli import VerbError, serve, wrong_use
 from outrider.cli.terminal import Printer, explain, tokens_per_round
@@ -144,9 +146,15 @@ def client_for(options: argparse.Namespace) -> Iterator[Client]:
 
 def dialled(address: str, options: argparse.Namespace) -> Client:
     """A client of a running server, with the TLS files and the token that the flags name."""
+    credentials, token = shown(options)
+    return Client(address, credentials=credentials, token=token)
+
+
+def shown(options: argparse.Namespace) -> tuple[grpc.ChannelCredentials | None, str | None]:
+    """Credentials and token for a server, from the flags that name their files."""
     try:
         own = security.client_security(options)
-        return Client(address, credentials=own.credentials(), token=own.token())
+        return own.credentials(), own.token()
     except security.SecurityError as error:
         wrong_use(str(error))
 
