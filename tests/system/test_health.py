@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import drafter.__main__ as drafter_process
 from drafter.config import DrafterOptions
-from outrider import serving
+from outrider import cli, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -74,3 +74,34 @@ def test_names_nobody_serves_are_not_found_on_either_port(dense, serve):
             with pytest.raises(grpc.RpcError) as refused:
                 health_pb2_grpc.HealthStub(channel).Check(asked, timeout=PATIENCE)
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("service", "code", "said"),
+    [
+        ("", 0, "SERVING"),
+        (serving.GENERATION_SERVICE, 0, "SERVING"),
+        (serving.DRAFT_SERVICE, 0, "SERVING"),
+        ("no.such.Service", 1, "NOT_FOUND"),
+    ],
+)
+def test_the_command_line_asks_for_health(dense, serve, capsys, service, code, said):
+    pair, _ = serve(dense)
+    assert cli.main(["health", "--address", pair.address, "--service", service]) == code
+    shown = capsys.readouterr()
+    assert said in (shown.out if code == 0 else shown.err)
+
+
+def test_the_command_line_says_that_a_drafter_is_away_and_that_nobody_is_there(
+    dense, serve, capsys
+):
+    pair, _ = serve(dense)
+    pair.drafter.stop(0)
+    pair.wait_for_drafter("connecting")
+    asked = ["health", "--address", pair.address, "--service"]
+    assert cli.main([*asked, serving.DRAFT_SERVICE]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "NOT_SERVING"
+    assert cli.main([*asked, serving.GENERATION_SERVICE]) == 0
+    pair.verifier.stop(0)
+    assert cli.main(["health", "--address", pair.address, "--timeout", "2"]) == 1
+    assert pair.address in capsys.readouterr().err
