@@ -171,17 +171,22 @@ class VllmEngine(engine_grpc.VllmEngineServicer):  # type: ignore[misc]
         )
 
     async def GetLoads(self, message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """What runs and waits now. A sample that runs holds its lane and pages to its end."""
+        """What runs and waits now. A sample holds a lane and all its pages to its end."""
         answer = await self._service.GetServerInfo(pb.GetServerInfoRequest(), context)
         running, waiting = answer.resident_requests, answer.queued_requests
-        occupied = running / answer.max_concurrency
+        backend = self._service.backend
+        used, free = backend.engine.occupancy()["pages"]
+        token_usage = used / (used + free)
+        capacity = answer.max_concurrency * backend.model.max_context
         load = engine_pb.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             num_total_reqs=running + waiting,
             max_running_requests=answer.max_concurrency,
-            token_usage=occupied,
-            utilization=occupied,
+            num_used_tokens=round(token_usage * capacity),
+            max_total_num_tokens=capacity,
+            token_usage=token_usage,
+            utilization=running / answer.max_concurrency,
             gen_throughput=self._throughput.measure(answer.counters["output_tokens"]),
         )
         return engine_pb.GetLoadsResponse(

@@ -72,6 +72,9 @@ class Engine(Protocol):
     def status(self) -> EngineStatus:
         """What runs and waits now."""
 
+    def occupancy(self) -> dict[str, tuple[int, int]]:
+        """Used and free lanes, state slots and pages."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:

@@ -315,6 +315,9 @@ def test_loads_count_what_runs_and_the_tokens_since_the_last_look(stub, pair):
     next(call)
     busy = load()
     assert (busy.num_running_reqs, busy.num_waiting_reqs, busy.max_running_requests) == (1, 0, 4)
+    assert busy.utilization == 0.25
+    # pages for the whole context, of those for four of them
+    assert (busy.num_used_tokens, busy.max_total_num_tokens) == (CONTEXT, 4 * CONTEXT)
     assert busy.token_usage == 0.25
     call.cancel()
     pair.expect_idle()
