@@ -2,14 +2,10 @@
 
 The query heads that share a key head are further columns of one product. Positions are cut into
 runs, of NEAR below FAR_FROM and of FAR from there on: short ones go side by side, long ones leave
-less to add. A program scores one run, and a second kernel adds a column's runs in ascending order,
-as many as its own position asks for. So the arithmetic of a column follows from
-its position alone: not from the width of its block, its neighbours, or the length of the page
-table, which only decides how many programs are launched. More than NARROW columns (a prefill) are
-not cut: a program goes through all positions before its columns.
-
-Keys and values are stored before any are read, by each program those of its own run; where runs are
-not cut, by a launch of their own.
+less to add. A program stores the new keys and values of one run and scores it; a second kernel adds
+a column's runs in ascending order, as many as its own position asks for. So the arithmetic of a
+column follows from its position alone: not from the width of its block, its neighbours, or the
+length of the page table, which only decides how many programs are launched.
 """
 
 import torch
@@ -18,10 +14,10 @@ import triton.language as tl
 
 from kernels.overlap import OVERLAPPED, enter
 
-NARROW = 32
+WIDEST = 32  # columns of a launch
 NEAR, FAR, FAR_FROM = 128, 512, 2048  # positions of a run below FAR_FROM, and beyond
 RUNS = 16  # added at a time
-KEYS = 64  # scored at a time
+ROWS, KEYS = 64, 64  # scored at a time
 WARPS, STAGES = 8, 3
 
 
@@ -54,84 +50,10 @@ def _run_of(position, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.conste
 
 
 @triton.jit
-def _store(
-    key,
-    value,
-    key_pages,
-    value_pages,
-    table,
-    frontier,
-    nth,
-    mine,
-    page,
-    shared,
-    key_column,
-    value_column,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Stores one head of the columns nth that are mine; key and value point to it in column 0."""
-    at = tl.arange(0, BLOCK)
-    mask = mine[:, None] & (at < D)[None, :]
-    place = frontier + nth
-    cell = tl.load(table + place // page, mask=mine, other=0) * page + place % page
-    cell = ((cell * HKV + shared) * D)[:, None] + at[None, :]
-    nth = nth.to(tl.int64)[:, None]
-    newer = tl.load(key + nth * key_column + at[None, :], mask=mask, other=0.0)
-    tl.store(key_pages + cell, newer.to(key_pages.dtype.element_ty), mask=mask)
-    newer = tl.load(value + nth * value_column + at[None, :], mask=mask, other=0.0)
-    tl.store(value_pages + cell, newer.to(value_pages.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_kernel(
-    key,
-    value,
-    key_pages,
-    value_pages,
-    page_tables,
-    frontiers,
-    counts,
-    page,
-    key_column,
-    key_head,
-    value_column,
-    value_head,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Stores head program_id(1) of COLUMNS columns of the only row."""
-    enter()
-    nth = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    shared = tl.program_id(1)
-    _store(
-        key + shared * key_head,
-        value + shared * value_head,
-        key_pages,
-        value_pages,
-        page_tables,
-        tl.load(frontiers).to(tl.int32),
-        nth,
-        nth < tl.load(counts),
-        page,
-        shared,
-        key_column,
-        value_column,
-        HKV,
-        D,
-        BLOCK,
-    )
-
-
-@triton.jit
-def attend_kernel(  # noqa: PLR0912, PLR0915
+def attend_kernel(  # noqa: PLR0915
     query,
     key,
     value,
-    gate,
     key_pages,
     value_pages,
     page_tables,
@@ -139,7 +61,6 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
     counts,
     partial,
     statistics,
-    out,
     scale,
     width,
     table_width,
@@ -154,14 +75,10 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
     value_row,
     value_column,
     value_head,
-    gate_row,
-    gate_column,
-    gate_head,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    WHOLE: tl.constexpr,
-    NARROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -173,8 +90,8 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
     """Run program_id(0), rows (column, head of the group) of tile program_id(1), key head.
 
     partial is FP32 [B, width, HKV*GROUP, runs, D]; statistics [.., runs, 2] hold each run's
-    greatest exponent and its sum of exponentials. WHOLE writes `out` instead. EVEN says that a tile
-    of KEYS never leaves a page: the pages of a run are then looked up together, beforehand.
+    greatest exponent and its sum of exponentials. EVEN says that a tile of KEYS never leaves a
+    page: the pages of a run are then looked up together, beforehand.
     """
     enter()
     row = (tl.program_id(2) // HKV).to(tl.int64)
@@ -191,35 +108,27 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
     inside = at < D
     own = live[:, None] & inside[None, :]
 
-    first = 0
-    end = frontier + end_column
-    if not WHOLE:
-        first = _first_of(tl.program_id(0), NEAR, FAR, FAR_FROM)
-        end = tl.minimum(end, _first_of(tl.program_id(0) + 1, NEAR, FAR, FAR_FROM))
+    first = _first_of(tl.program_id(0), NEAR, FAR, FAR_FROM)
+    end = _first_of(tl.program_id(0) + 1, NEAR, FAR, FAR_FROM)
+    end = tl.minimum(frontier + end_column, end)
     if (first_column < count) & (first < end):
         table = page_tables + row * table_width
-        if not WHOLE:  # noqa: SIM102
-            if (end > frontier) & (first < frontier + count):
-                nth = tl.arange(0, NARROW)
-                place = frontier + nth
-                _store(
-                    key + row * key_row + shared * key_head,
-                    value + row * value_row + shared * value_head,
-                    key_pages,
-                    value_pages,
-                    table,
-                    frontier,
-                    nth,
-                    (place >= first) & (place < end),
-                    page,
-                    shared,
-                    key_column,
-                    value_column,
-                    HKV,
-                    D,
-                    BLOCK,
-                )
-                tl.debug_barrier()
+        # tiles of rows that share a run each store what they see of it, the same values
+        if (end > frontier) & (first < frontier + count):
+            nth = tl.arange(0, COLUMNS)
+            place = frontier + nth
+            new = (place >= first) & (place < end)
+            mask = new[:, None] & inside[None, :]
+            cell = tl.load(table + place // page, mask=new, other=0) * page + place % page
+            cell = ((cell * HKV + shared) * D)[:, None] + at[None, :]
+            nth = nth.to(tl.int64)[:, None]
+            source = key + row * key_row + shared * key_head + nth * key_column + at[None, :]
+            newer = tl.load(source, mask=mask, other=0.0)
+            tl.store(key_pages + cell, newer.to(key_pages.dtype.element_ty), mask=mask)
+            source = value + row * value_row + shared * value_head + nth * value_column
+            newer = tl.load(source + at[None, :], mask=mask, other=0.0)
+            tl.store(value_pages + cell, newer.to(value_pages.dtype.element_ty), mask=mask)
+            tl.debug_barrier()
         TILES: tl.constexpr = FAR // KEYS
         nth_tile = tl.arange(0, TILES)
         if EVEN:
@@ -263,25 +172,10 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
             visible = place[None, :] <= frontier + column[:, None]
             scores = tl.where(visible, scores, float("-inf"))
             greatest, total, attended = _extend(scores, values, greatest, total, attended)
-        line_out = (row * width + column) * (HKV * GROUP) + head
-        if WHOLE:
-            opening = gate + row * gate_row + column[:, None].to(tl.int64) * gate_column
-            opening = tl.load(
-                opening + head[:, None] * gate_head + at[None, :], mask=own, other=0.0
-            )
-            attended = attended / total[:, None] / (1.0 + tl.exp(-opening.to(tl.float32)))
-            cells = line_out[:, None] * D + at[None, :]
-            tl.store(out + cells, attended.to(out.dtype.element_ty), mask=own)
-        else:
-            line_out = line_out * runs + tl.program_id(0)
-            tl.store(partial + line_out[:, None] * D + at[None, :], attended, mask=own)
-            tl.store(statistics + 2 * line_out, greatest, mask=live)
-            tl.store(statistics + 2 * line_out + 1, total, mask=live)
-    if WHOLE:
-        dead = (column >= count) & (column < width)
-        cells = ((row * width + column) * (HKV * GROUP) + head)[:, None] * D + at[None, :]
-        nothing = tl.zeros((ROWS, BLOCK), dtype=tl.float32).to(out.dtype.element_ty)
-        tl.store(out + cells, nothing, mask=dead[:, None] & inside[None, :])
+        line_out = ((row * width + column) * (HKV * GROUP) + head) * runs + tl.program_id(0)
+        tl.store(partial + line_out[:, None] * D + at[None, :], attended, mask=own)
+        tl.store(statistics + 2 * line_out, greatest, mask=live)
+        tl.store(statistics + 2 * line_out + 1, total, mask=live)
 
 
 @triton.jit
@@ -358,6 +252,15 @@ def causal_attention(
 ) -> torch.Tensor:
     """Stores the live columns' keys and values, then attends causally."""
     B, W, Hq, D = query.shape
+    if W > WIDEST:
+        # a column is the same in a block of any width
+        pieces = []
+        for first in range(0, W, WIDEST):
+            part = [x[:, first : first + WIDEST] for x in (query, key, value, gate)]
+            live = (counts - first).clamp(0, WIDEST)
+            place = (page_tables, frontiers + first, live)
+            pieces.append(causal_attention(*part, key_pages, value_pages, *place))
+        return torch.cat(pieces, dim=1)
     page, Hkv = key_pages.shape[1:3]
     group = Hq // Hkv
     query, key, value, gate = (
@@ -365,42 +268,17 @@ def causal_attention(
     )
     page_tables = page_tables.contiguous()
     N = page_tables.shape[1]
-    whole = W > NARROW
-    runs = 1 if whole else run_count(N * page)
+    runs = run_count(N * page)
     out = query.new_empty(B, W, Hq * D)
-    partial = statistics = out
-    if not whole:
-        partial = query.new_empty((B, W, Hq, runs, D), dtype=torch.float32)
-        statistics = query.new_empty((B, W, Hq, runs, 2), dtype=torch.float32)
-    narrow = key_pages.element_size() <= 2
-    rows = 128 if whole and narrow else 64
-    keys = KEYS if narrow else 32
+    partial = query.new_empty((B, W, Hq, runs, D), dtype=torch.float32)
+    statistics = query.new_empty((B, W, Hq, runs, 2), dtype=torch.float32)
+    keys = KEYS if key_pages.element_size() <= 2 else 32
     cuts = {"NEAR": NEAR, "FAR": FAR, "FAR_FROM": FAR_FROM}
     block = max(triton.next_power_of_2(D), 16)
-    if whole:
-        store_kernel[(triton.cdiv(W, NARROW), Hkv)](
-            key,
-            value,
-            key_pages,
-            value_pages,
-            page_tables,
-            frontiers,
-            counts,
-            page,
-            *key.stride()[1:3],
-            *value.stride()[1:3],
-            HKV=Hkv,
-            D=D,
-            COLUMNS=NARROW,
-            BLOCK=block,
-            num_warps=4,
-            **OVERLAPPED,
-        )
-    attend_kernel[(runs, triton.cdiv(W * group, rows), B * Hkv)](
+    attend_kernel[(runs, triton.cdiv(W * group, ROWS), B * Hkv)](
         query,
         key,
         value,
-        gate,
         key_pages,
         value_pages,
         page_tables,
@@ -408,7 +286,6 @@ def causal_attention(
         counts,
         partial,
         statistics,
-        out,
         D**-0.5 * 1.4426950408889634,  # log2(e): the exponentials are powers of two
         W,
         N,
@@ -417,40 +294,37 @@ def causal_attention(
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *gate.stride()[:3],
         HKV=Hkv,
         GROUP=group,
         D=D,
-        WHOLE=whole,
-        NARROW=triton.next_power_of_2(min(W, NARROW)),
-        EVEN=not whole and page % keys == 0,
-        ROWS=rows,
+        COLUMNS=triton.next_power_of_2(W),
+        EVEN=page % keys == 0,
+        ROWS=ROWS,
         KEYS=keys,
         BLOCK=block,
         **cuts,
-        num_warps=8 if whole else WARPS,
-        num_stages=2 if whole else STAGES,
+        num_warps=WARPS,
+        num_stages=STAGES,
         enable_fp_fusion=False,
         **OVERLAPPED,
     )
-    if not whole:
-        combine_kernel[(B * W, Hq)](
-            partial,
-            statistics,
-            gate,
-            frontiers,
-            counts,
-            out,
-            W,
-            runs,
-            *gate.stride()[:3],
-            D=D,
-            **cuts,
-            RUNS=RUNS,
-            BLOCK=block,
-            num_warps=4,
-            **OVERLAPPED,
-        )
+    combine_kernel[(B * W, Hq)](
+        partial,
+        statistics,
+        gate,
+        frontiers,
+        counts,
+        out,
+        W,
+        runs,
+        *gate.stride()[:3],
+        D=D,
+        RUNS=RUNS,
+        BLOCK=block,
+        **cuts,
+        num_warps=4,
+        **OVERLAPPED,
+    )
     return out
 
 

@@ -126,10 +126,10 @@ CASES = {
         for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
     },
     **{
-        f"causal_attention-{name}-{'prefill' if whole else 'block'}": (
+        f"causal_attention-{name}": (
             "causal_attention.attend_kernel",
             {
-                **dict.fromkeys(("query", "key", "value", "gate", "key_pages", "out"), BF16),
+                **dict.fromkeys(("query", "key", "value", "key_pages"), BF16),
                 "value_pages": "*fp16",
                 **dict.fromkeys(("page_tables", "frontiers", "counts"), INT64),
                 **dict.fromkeys(("partial", "statistics"), FP32),
@@ -139,29 +139,17 @@ CASES = {
                 "HKV": key_heads,
                 "GROUP": group,
                 "D": 256,
-                "WHOLE": whole,
-                "NARROW": 8,
-                "EVEN": not whole,
+                "COLUMNS": 8,
+                "EVEN": True,
                 **RUNS,
-                "ROWS": 128 if whole else 64,
+                "ROWS": 64,
                 "KEYS": 64,
                 "BLOCK": 256,
             },
-            {"num_warps": 8, "num_stages": 2 if whole else 3, "enable_fp_fusion": False},
+            {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False},
         )
         for name, key_heads, group in (("27B", 4, 6), ("35B", 2, 8))
-        for whole in (False, True)
     },
-    "causal_attention-store": (
-        "causal_attention.store_kernel",
-        {
-            **dict.fromkeys(("key", "value", "key_pages"), BF16),
-            "value_pages": "*fp16",
-            **dict.fromkeys(("page_tables", "frontiers", "counts"), INT64),
-        },
-        {"HKV": 4, "D": 256, "COLUMNS": 32, "BLOCK": 256},
-        {},
-    ),
     "causal_attention-combine": (
         "causal_attention.combine_kernel",
         {
