@@ -78,7 +78,11 @@ def fronted(log: Path, *verifiers: Program) -> Iterator[openai.OpenAI]:
                 return False
 
         until(answers, "the gateway answers", program)
-        yield client
+        try:
+            yield client
+        finally:
+            # it would take its time to end by itself
+            program.kill()
 
 
 @pytest.fixture(scope="module")
