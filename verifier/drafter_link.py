@@ -3,12 +3,17 @@
 Two threads. The link's own thread dials, says Hello and reads replies into an inbox; everything
 else runs on the engine thread, which never blocks on the stream: it waits for a RoundReply only
 when it asked for a proposal, and never longer than the round's deadline. Losing the drafter is a
-state, not an error: contexts close, their unsent features are dropped, and after a reconnection
-they open again where the features that still come begin.
+state, not an error: contexts close, and after a reconnection they open again and are seeded with
+the last S feature rows, which stay in host memory for that.
+
+Checkpoints: the link captures a context once every row before the wanted position has been sent,
+and believes in a draft half only when the drafter has confirmed it. What is not there, whether
+refused, evicted or lost with a stream, is no draft context, never an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import threading
@@ -28,6 +33,7 @@ from outrider.shared_memory import FeatureMemory, on_this_host
 from outrider.tracing import NO_TRAIL, Trail
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
+from verifier.features import FeatureRows
 
 log = structlog.get_logger("outrider.drafter_link")
 
@@ -38,7 +44,9 @@ FEATURE_ALLOWANCE_NS = 50_000_000  # added to a round's deadline for each Featur
 WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S, REFUSED_BACKOFF_S = 0.1, 5.0, 30.0
 # after one of these the drafter has no usable context under this epoch
-REOPENING = frozenset({"SEQUENCE_NOT_FOUND", "FEATURES_GAP", "FRONTIER_MISMATCH"})
+REOPENING = frozenset(
+    {"SEQUENCE_NOT_FOUND", "FEATURES_GAP", "FRONTIER_MISMATCH", "CHECKPOINT_NOT_FOUND"}
+)
 CAPACITY_RETRY_NS = 1_000_000_000
 
 
@@ -47,7 +55,7 @@ class Context:
     """The draft half of one sequence as the verifier sees it.
 
     The drafter's context covers [coverage_first, sent_frontier) once it has applied all that was
-    sent; ``unsent`` holds the feature rows from there on, oldest first.
+    sent; ``rows`` holds the feature rows from there on, and the last S before the end.
     """
 
     sequence_id: int
@@ -56,33 +64,29 @@ class Context:
     is_open: bool = False
     coverage_first: int = 0
     sent_frontier: int = 0
-    unsent: deque[torch.Tensor] = field(default_factory=deque)
-    unsent_rows: int = 0
+    rows: FeatureRows = field(default_factory=FeatureRows)
+    # positions at which to capture, with checkpoint ids; ascending, none below sent_frontier
+    captures: deque[tuple[int, int]] = field(default_factory=deque)
     retry_at_ns: int = 0  # not opened again before this time
     out_of_range: bool = False  # its frontier passed the drafter's max context
 
+    @property
+    def unsent_rows(self) -> int:
+        """Rows that the drafter has not been sent and is to have."""
+        return max(0, self.rows.end - self.sent_frontier) if self.is_open else 0
+
     def take(self, row_count: int) -> torch.Tensor | None:
-        """Removes the oldest ``row_count`` unsent rows, [row_count, taps * H]; None for 0."""
-        taken: list[torch.Tensor] = []
-        wanted = row_count
-        while wanted:
-            rows = self.unsent.popleft()
-            if len(rows) > wanted:
-                self.unsent.appendleft(rows[wanted:])
-                rows = rows[:wanted]
-            taken.append(rows)
-            wanted -= len(rows)
-        self.unsent_rows -= row_count
-        self.sent_frontier += row_count
-        if not taken:
+        """The oldest ``row_count`` unsent rows, which count as sent; None for 0."""
+        if not row_count:
             return None
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+        first = self.sent_frontier
+        self.sent_frontier += row_count
+        return self.rows.read(first, self.sent_frontier)
 
     def close(self) -> None:
-        """Forgets what was unsent; nothing more is sent until it is opened again."""
+        """Nothing more is sent until it is opened again; captures that wait do not happen."""
         self.is_open = False
-        self.unsent.clear()
-        self.unsent_rows = 0
+        self.captures.clear()
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,12 @@ class _Stream:
     def __init__(
         self,
         stub: draft_service_pb2_grpc.DraftServiceStub,
+        address: str,
         memory: FeatureMemory | None,
         metadata: tuple[tuple[str, str], ...],
         counters: Counter[str],
     ) -> None:
+        self.address = address
         self.memory = memory
         self._counters = counters
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
@@ -176,7 +182,7 @@ class DrafterLink:
     """Owns the stream to the drafter and the pacing rules of the protocol.
 
     Args:
-        address: gRPC target of the drafter.
+        address: gRPC target of the drafter; several, separated by commas, are dialled in turn.
         hello: First message of every stream.
         row_bytes: Size of one feature row.
         window: S, or 0 when the draft has no local layer.
@@ -214,7 +220,7 @@ class DrafterLink:
         self._width = hello.draft_tokens + 1
         self._message_rows = min(FEATURE_ROWS_PER_MESSAGE, FEATURE_MESSAGE_BYTES // row_bytes)
         self._row_bytes = row_bytes
-        self._shares_memory = share_memory and on_this_host(address)
+        self._shares_memory = share_memory
         self._offered: FeatureMemory | None = None  # made, and not taken by any drafter yet
         self._window = window
         self._all_local = all_local
@@ -232,6 +238,8 @@ class DrafterLink:
         self._stream: _Stream | None = None
         self._dialling: _Stream | None = None
         self._contexts: dict[int, Context] = {}
+        self._held: set[int] = set()  # checkpoints whose draft half the drafter confirmed
+        self._capturing: set[int] = set()  # Captures sent and not answered
         self._next_sequence_id = 1
         self._round_index = 0
         self._unanswered_round: tuple[int, int] | None = None  # index, deadline
@@ -273,24 +281,42 @@ class DrafterLink:
         self._contexts[context.sequence_id] = context
         return context
 
-    def ensure_open(self, context: Context, frontier: int, prompt_end: int) -> None:
-        """Opens ``context`` if it is not, where the features that still come begin.
+    def ensure_open(self, context: Context, frontier: int, needed: int) -> None:
+        """Opens ``context`` if it is not, where the features that are there or still come begin.
 
-        A draft of local layers alone needs nothing before prompt_end - S, so a long prompt sends S
-        rows; with a full layer every row that will exist is wanted. Beyond the drafter's range the
-        context is given back: that sequence drafts no more.
+        A draft of local layers alone needs nothing before needed - S, so a long prompt sends S
+        rows; with a full layer every row that exists or will exist is wanted. Beyond the drafter's
+        range the context is given back: that sequence drafts no more.
+
+        Args:
+            context: The draft half to open.
+            frontier: Where the target stands.
+            needed: First position at which this sequence drafts or is captured.
         """
         if not self.connected or time.monotonic_ns() < context.retry_at_ns:
             return
-        if not self.drafts_at(max(frontier, prompt_end)):
+        if not self.drafts_at(max(frontier, needed)):
             if not context.out_of_range:
                 context.out_of_range = True
                 self.counters["sequences_out_of_range"] += 1
                 self._give_back(context)
             return
         if not context.is_open:
-            first = max(frontier, prompt_end - self._window) if self._all_local else frontier
+            seeded = len(context.rows) > 0 and context.rows.end == frontier
+            first = context.rows.first if seeded else frontier
+            if self._all_local:
+                first = max(first, max(frontier, needed) - self._window)
             self._open(context, first)
+            if context.unsent_rows:
+                self.counters["reseeds"] += 1
+
+    def wanted_from(self, context: Context, needed: int) -> int | None:
+        """First position whose feature row is still to come and worth keeping; None for none."""
+        if context.out_of_range:
+            return None
+        if context.is_open:
+            return max(context.sent_frontier, context.rows.end)
+        return max(0, needed - self._window)
 
     def _open(self, context: Context, first: int) -> None:
         assert self._stream is not None
@@ -307,35 +333,44 @@ class DrafterLink:
             )
         )
 
-    def wanted_from(self, context: Context) -> int | None:
-        """First position whose feature row is still to come; None while none is wanted."""
-        return context.sent_frontier + context.unsent_rows if context.is_open else None
-
     def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
         """Takes committed feature rows [n, taps * H] at [first_position, first_position + n).
 
-        A sequence whose unsent rows would exceed its share opens again at most S rows back: memory
-        stays bounded whatever the drafter's speed, and the shorter coverage is told honestly.
+        The rows must be the link's own. A sequence whose unsent rows would exceed its share opens
+        again at most S rows back: memory stays bounded whatever the drafter's speed, and the
+        shorter coverage is told honestly.
         """
-        if not context.is_open:
-            return
-        skipped = max(0, context.sent_frontier + context.unsent_rows - first_position)
-        rows = rows[skipped:]
-        if not len(rows):
-            return
-        context.unsent.append(rows)
-        context.unsent_rows += len(rows)
+        if context.is_open:
+            # a long prompt's rows before the coverage are of no use
+            skipped = max(0, context.sent_frontier - first_position)
+            rows, first_position = rows[skipped:], first_position + skipped
+        context.rows.append(first_position, rows)
         if context.unsent_rows > self._backlog_rows:
             # not the whole share: what follows must not overflow it again at once
             kept = min(self._window or self._backlog_rows, 3 * self._backlog_rows // 4)
-            context.take(context.unsent_rows - kept)
             self.counters["backlog_reopens"] += 1
-            self._open(context, context.sent_frontier)
+            self.counters["captures_skipped"] += len(context.captures)
+            context.close()
+            self._open(context, context.rows.end - kept)
+        self._trim(context)
+
+    def _trim(self, context: Context) -> None:
+        """Lets go of rows that are neither unsent nor among the last S."""
+        first = context.rows.end - self._window
+        context.rows.trim(min(first, context.sent_frontier) if context.is_open else first)
 
     def release(self, context: Context) -> None:
-        """Frees the drafter's half. Idempotent."""
-        if self._contexts.pop(context.sequence_id, None) is not None:
-            self._give_back(context)
+        """Frees the drafter's half. Idempotent.
+
+        Captures that wait are made first where the protocol leaves room for the rows before them;
+        otherwise the checkpoint goes without its draft half.
+        """
+        if self._contexts.pop(context.sequence_id, None) is None:
+            return
+        while context.captures and self._may_send_features():
+            self._send_features(context)
+        self.counters["captures_skipped"] += len(context.captures)
+        self._give_back(context)
 
     def _give_back(self, context: Context) -> None:
         # also when a fault closed it: the drafter may still hold what it could not extend
@@ -356,8 +391,123 @@ class DrafterLink:
         return "backlog" if self.has_backlog(context) else "no_proposal"
 
     def has_backlog(self, context: Context) -> bool:
-        """Whether the context has more unsent rows than a Round carries."""
-        return context.is_open and context.unsent_rows > self._width
+        """Whether rows must go before the next Round: more than it carries, or up to a capture."""
+        return context.is_open and (context.unsent_rows > self._width or bool(context.captures))
+
+    @property
+    def feature_bytes(self) -> int:
+        """Host memory that the feature rows of live sequences hold now."""
+        return sum(context.rows.byte_count for context in list(self._contexts.values()))
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def holds(self, checkpoint_id: int) -> bool:
+        """Whether the drafter has confirmed this draft half, and has not said that it is gone."""
+        return self.connected and checkpoint_id in self._held
+
+    def capture(self, context: Context, checkpoint_id: int, position: int) -> bool:
+        """Keeps the context as it will stand once every row before ``position`` is in.
+
+        Returns:
+            False when there will be no draft half: no open context, or not all of the rows. Else
+            it exists from the drafter's reply on, see `holds`.
+        """
+        covered = context.sent_frontier <= position == context.rows.end
+        if not context.is_open or not self.connected or not covered:
+            return False
+        context.captures.append((position, checkpoint_id))
+        if not context.unsent_rows:
+            self._capture_where_due(context)
+        return True
+
+    def _capture_where_due(self, context: Context) -> None:
+        assert self._stream is not None
+        while context.captures and context.captures[0][0] == context.sent_frontier:
+            position, checkpoint_id = context.captures.popleft()
+            self._capturing.add(checkpoint_id)
+            self.counters["captures"] += 1
+            self._stream.send(
+                capture=wire.Capture(
+                    checkpoint_id=checkpoint_id,
+                    sequence_id=context.sequence_id,
+                    epoch=context.epoch,
+                    context_frontier=position,
+                )
+            )
+
+    def restore(
+        self,
+        context: Context,
+        checkpoint_id: int,
+        rows: FeatureRows,
+        coverage_first: int,
+        needed: int,
+    ) -> None:
+        """Lets ``context`` continue a checkpoint; rows for it may follow at once.
+
+        Nothing is restored where a draft of local layers has left the checkpoint behind by the time
+        it is needed.
+
+        Args:
+            context: A closed one.
+            checkpoint_id: Whose draft half to restore, if it is held.
+            rows: The last rows before the checkpoint's frontier, to seed from where it is not.
+            coverage_first: Where the captured context began.
+            needed: As in `ensure_open`.
+        """
+        context.rows = rows.tail(self._window)
+        left_behind = self._all_local and needed - self._window > rows.end
+        if left_behind or not self.holds(checkpoint_id):
+            return
+        assert self._stream is not None
+        context.epoch += 1
+        context.is_open = True
+        context.coverage_first, context.sent_frontier = coverage_first, rows.end
+        self.counters["restores"] += 1
+        self._stream.send(
+            restore=wire.Restore(
+                checkpoint_id=checkpoint_id,
+                sequence_id=context.sequence_id,
+                epoch=context.epoch,
+                context_frontier=rows.end,
+            )
+        )
+
+    def fork(self, source: Context) -> Context:
+        """A context that continues ``source`` from where it stands, unsent rows included."""
+        context = self.context()
+        context.rows = source.rows.tail(len(source.rows))
+        context.out_of_range = source.out_of_range
+        if source.is_open and self._stream is not None:
+            context.epoch, context.is_open = 1, True
+            context.coverage_first = source.coverage_first
+            context.sent_frontier = source.sent_frontier
+            self.counters["forks"] += 1
+            self._stream.send(
+                fork=wire.Fork(
+                    source_sequence_id=source.sequence_id,
+                    source_epoch=source.epoch,
+                    sequence_id=context.sequence_id,
+                    epoch=context.epoch,
+                    context_frontier=source.sent_frontier,
+                )
+            )
+        return context
+
+    def drop(self, checkpoint_id: int) -> None:
+        """Forgets a checkpoint's draft half, wherever it has got to."""
+        for context in self._contexts.values():
+            context.captures = deque(c for c in context.captures if c[1] != checkpoint_id)
+        known = checkpoint_id in self._held or checkpoint_id in self._capturing
+        self._held.discard(checkpoint_id)
+        self._capturing.discard(checkpoint_id)
+        if known and self._stream is not None:
+            self._send_drop(checkpoint_id)
+
+    def _send_drop(self, checkpoint_id: int) -> None:
+        assert self._stream is not None
+        self.counters["drops"] += 1
+        self._stream.send(drop=wire.Drop(checkpoint_id=checkpoint_id))
 
     # ---- pacing -------------------------------------------------------------------------------
 
@@ -371,7 +521,7 @@ class DrafterLink:
         budget = 1 if drafting else UNANSWERED_FEATURES
         for context in self._contexts.values():
             while self.has_backlog(context) and self._stream is not None:
-                if self._features_sent - self._features_answered >= UNANSWERED_FEATURES:
+                if not self._may_send_features():
                     if self._unanswered_round is None and not drafting:
                         self._send_round([])
                     return
@@ -380,10 +530,15 @@ class DrafterLink:
                 self._send_features(context)
                 budget -= 1
 
+    def _may_send_features(self) -> bool:
+        return self._features_sent - self._features_answered < UNANSWERED_FEATURES
+
     def _send_features(self, context: Context) -> None:
+        """Sends one message's rows, which end at the next capture, and what is due there."""
         assert self._stream is not None
         first = context.sent_frontier
-        rows = context.take(min(self._message_rows, context.unsent_rows))
+        end = context.captures[0][0] if context.captures else context.rows.end
+        rows = context.take(min(self._message_rows, end - first))
         assert rows is not None
         self._features_sent += 1
         self.counters["feature_rows"] += len(rows)
@@ -396,6 +551,8 @@ class DrafterLink:
         else:
             message.shared_rows.CopyFrom(memory.put_message(rows))
         self._stream.send(features=message)
+        self._trim(context)
+        self._capture_where_due(context)
 
     def exchange(
         self, asks: Sequence[Ask], meanwhile: Callable[[], None] = lambda: None
@@ -462,6 +619,7 @@ class DrafterLink:
             else:
                 row.shared_features.CopyFrom(memory.put_round_rows(rows))
             self.counters["feature_rows"] += len(rows)
+            self._trim(context)
         if ask.live and self.drafts_at(ask.frontier) and context.sent_frontier == ask.frontier:
             row.proposal.frontier = ask.frontier
             row.proposal.anchor = ask.anchor
@@ -527,9 +685,39 @@ class DrafterLink:
         elif event == "sequence_fault":
             fault = message.sequence_fault
             self._fault(fault.sequence_id, fault.epoch, fault.fault)
-        else:
+        elif event == "capture_reply":
+            self._captured(message.capture_reply)
+        elif event in ("restore_reply", "fork_reply"):
+            self._created(message)
+        elif event != "drop_reply":
             self.counters["unexpected_messages"] += 1
         return None
+
+    def _captured(self, reply: wire.CaptureReply) -> None:
+        self._held.difference_update(reply.evicted_checkpoint_ids)
+        if reply.HasField("fault"):
+            fault = faults.from_status(reply.fault)
+            self.counters[f"fault_{fault.reason.lower()}"] += 1
+        elif reply.checkpoint_id in self._capturing:
+            self._held.add(reply.checkpoint_id)
+        self._capturing.discard(reply.checkpoint_id)
+
+    def _created(self, message: wire.DraftRoundsResponse) -> None:
+        """A Restore or Fork was applied, with the coverage that came of it, or refused."""
+        reply: wire.RestoreReply | wire.ForkReply = message.fork_reply
+        if message.WhichOneof("event") == "restore_reply":
+            reply = message.restore_reply
+        if reply.HasField("fault"):
+            if (
+                isinstance(reply, wire.RestoreReply)
+                and faults.from_status(reply.fault).reason == "CHECKPOINT_NOT_FOUND"
+            ):
+                self._held.discard(reply.checkpoint_id)
+            self._fault(reply.sequence_id, reply.epoch, reply.fault)
+            return
+        context = self._contexts.get(reply.sequence_id)
+        if context is not None and context.is_open and context.epoch == reply.epoch:
+            context.coverage_first = reply.coverage_first
 
     def _answer(self, reply: wire.RoundReply) -> wire.RoundReply | None:
         if self._unanswered_round is None or reply.round_index != self._unanswered_round[0]:
@@ -584,10 +772,14 @@ class DrafterLink:
         self._features_sent = self._features_answered = self._features_at_round = 0
         self.state, self.detail = "connected", ""
         self.counters["connections"] += 1
+        held = set(welcome.checkpoint_ids)
+        self._held &= held
+        for checkpoint_id in held - self._held:
+            self._send_drop(checkpoint_id)
         self._on_connection(True)
         log.info(
             "drafter_connected",
-            address=self.address,
+            address=stream.address,
             version=welcome.version,
             shares_memory=welcome.shares_memory,
         )
@@ -598,6 +790,7 @@ class DrafterLink:
         self._unanswered_round = None
         self.state, self.detail = "connecting", detail
         self.counters["losses"] += 1
+        self._capturing.clear()
         for context in self._contexts.values():
             context.close()
         self._on_connection(False)
@@ -606,12 +799,14 @@ class DrafterLink:
     def _dial_and_read(self) -> None:
         """The link's thread: dial, Hello, read to the end, back off, again."""
         backoff = FIRST_BACKOFF_S
+        addresses = itertools.cycle(self.address.split(","))
         while not self._stopping.is_set():
-            channel = self._channel()
+            address = next(addresses)
+            channel = self._channel(address)
             welcomed, detail, refused = False, "the stream ended", False
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
-            memory = self._memory_to_offer()
-            stream = _Stream(stub, memory, self._metadata, self.counters)
+            memory = self._memory_to_offer(address)
+            stream = _Stream(stub, address, memory, self._metadata, self.counters)
             self._dialling = stream
             # a peer that takes the call and says nothing would hold the dial for ever
             silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
@@ -645,15 +840,17 @@ class DrafterLink:
                 self.state = "refused" if refused else "connecting"
                 # once a cause, not once a dial
                 if detail != self.detail:
-                    log.warning("drafter_unreachable", address=self.address, detail=detail)
+                    log.warning("drafter_unreachable", address=address, detail=detail)
                 self.detail = detail
             pause = REFUSED_BACKOFF_S if refused else backoff
             self._stopping.wait(pause * random.uniform(0.8, 1.2))
             backoff = min(LAST_BACKOFF_S, backoff * 2)
         self._withdraw_memory()
 
-    def _memory_to_offer(self) -> FeatureMemory | None:
+    def _memory_to_offer(self, address: str) -> FeatureMemory | None:
         """Memory that no drafter has taken yet; None where there is none to share."""
+        if not on_this_host(address):
+            return None
         if self._shares_memory and self._offered is None:
             try:
                 self._offered = FeatureMemory(
@@ -680,10 +877,10 @@ class DrafterLink:
         hello.shared_memory.CopyFrom(memory.offer())
         return hello
 
-    def _channel(self) -> grpc.Channel:
+    def _channel(self, address: str) -> grpc.Channel:
         if self._credentials is None:
-            return grpc.insecure_channel(self.address, options=serving.CHANNEL_OPTIONS)
-        return grpc.secure_channel(self.address, self._credentials, options=serving.CHANNEL_OPTIONS)
+            return grpc.insecure_channel(address, options=serving.CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, self._credentials, options=serving.CHANNEL_OPTIONS)
 
     def _deliver(self, arrived: _Arrived) -> None:
         self._inbox.put(arrived)

@@ -158,7 +158,11 @@ def parse(arguments: Sequence[str] | None) -> VerifierOptions:
         prog="python -m verifier", description="Serves a target model; drafts come from a drafter."
     )
     parser.add_argument("--listen", default=serving.VERIFIER_LISTEN, help="HOST:PORT or unix:PATH")
-    parser.add_argument("--drafter", default=serving.DRAFTER_LISTEN, help="the drafter's address")
+    parser.add_argument(
+        "--drafter",
+        default=serving.DRAFTER_LISTEN,
+        help="the drafter's address, or several separated by commas",
+    )
     serving.add_pair_arguments(parser)
     serving.add_verifier_arguments(parser)
     metrics.add_metrics_argument(parser)

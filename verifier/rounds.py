@@ -146,7 +146,8 @@ class Rounds:
             self.publish(self.commit(self.preview(licensed)))
 
     def _wanted_from(self, sequence: Sequence) -> int | None:
-        return None if sequence.context is None else self.link.wanted_from(sequence.context)
+        context = sequence.context
+        return None if context is None else self.link.wanted_from(context, sequence.prompt_end)
 
     def _take_arrived(self) -> None:
         """Hands prompts' feature rows to the link, in order."""

@@ -156,6 +156,7 @@ class Engine:
             queued, resident = len(self._waiting), len(self._resident)
             counters = dict(self._counters)
         counters.update({f"drafter_{k}": v for k, v in dict(self._link.counters).items()})
+        counters["drafter_feature_bytes"] = self._link.feature_bytes
         return EngineStatus(
             self._link.state, self._link.address, self._link.detail, resident, queued, counters
         )

@@ -477,3 +477,373 @@ def test_q_arrives_bit_for_bit():
 def test_a_law_that_cannot_be_what_was_drawn_from_is_refused(q, ids, tokens):
     with pytest.raises(FaultError, match="PROPOSAL_INVALID"):
         decode_proposal(conditional(q, ids, tokens), 1, 100)
+
+
+# ---- a drafter that comes back ----------------------------------------------------------------
+
+
+class Restartable:
+    """A drafter that forgets everything each time its stream is cut."""
+
+    def __init__(self, setup, **options):
+        self.s = setup(**options)
+
+    def cut(self):
+        self.s.drafter.streams[-1].cancel()
+        self.s.until(lambda: not self.s.link.connected)
+        self.s.connect()
+
+
+def sent_rows(drafter, epoch):
+    """(first, end) of every run of rows that went out under an epoch."""
+    return [
+        (f.first_position, f.first_position + f.rows.shape[0])
+        for f in drafter.of("features")
+        if f.epoch == epoch
+    ]
+
+
+def test_after_a_loss_the_last_S_rows_are_sent_again_and_drafting_resumes(setup):
+    lost = Restartable(setup)
+    s = lost.s
+    context = s.opened(0, 3)
+    s.link.extend(context, 0, features(0, 3))
+    for first in range(3, 30, 3):
+        assert context.sequence_id in s.link.exchange([ask(context, first)]).proposals
+        s.link.extend(context, first, features(first, first + 3))
+    lost.cut()
+    assert not context.is_open
+    # rows that are committed meanwhile count too
+    s.link.extend(context, 30, features(30, 31))
+    s.link.ensure_open(context, 31, 3)
+    assert context.coverage_first == 31 - S
+    s.link.pump(drafting=True)
+    assert context.sequence_id in s.link.exchange([ask(context, 31)]).proposals
+    (run,) = sent_rows(s.drafter, context.epoch)
+    assert run == (31 - S, 31)
+    (again,) = [f for f in s.drafter.of("features") if f.epoch == context.epoch]
+    assert torch.equal(
+        tensors.decode(again.rows, (None, WIDTH), torch.float32, name="x"), features(31 - S, 31)
+    )
+    assert s.link.counters["reseeds"] == 1
+
+
+def test_a_prompt_in_prefill_keeps_what_it_will_need(setup):
+    """With the drafter away the rows before needed - S are of no use, the others are kept."""
+    lost = Restartable(setup)
+    s = lost.s
+    context = s.link.context()
+    assert s.link.wanted_from(context, 40) == 40 - S
+    s.link.extend(context, 32, features(32, 36))
+    s.link.extend(context, 36, features(36, 40))
+    s.link.ensure_open(context, 40, 40)
+    assert (context.coverage_first, context.unsent_rows) == (32, 8)
+
+
+def test_a_draft_of_full_layers_alone_keeps_nothing_and_starts_cold(setup):
+    lost = Restartable(setup, all_local=False, window=0)
+    s = lost.s
+    context = s.opened(0, 6)
+    s.link.extend(context, 0, features(0, 6))
+    s.link.pump(drafting=False)
+    s.link.exchange([ask(context, 6)])
+    assert s.link.feature_bytes == 0
+    lost.cut()
+    s.link.ensure_open(context, 6, 6)
+    assert (context.coverage_first, context.unsent_rows) == (6, 0)
+
+
+def test_the_rows_that_are_kept_are_bounded(setup):
+    s = setup()
+    context = s.opened(0, 5)
+    for position in range(200):
+        s.link.extend(context, position, features(position, position + 1))
+        if position % 3 == 0:
+            s.link.pump(drafting=False)
+            s.link.exchange([ask(context, position + 1)])
+        assert len(context.rows) <= S + K + 2
+    assert s.link.feature_bytes == len(context.rows) * WIDTH * 4
+    s.link.release(context)
+    assert s.link.feature_bytes == 0
+
+
+def test_another_address_takes_over(setup):
+    second = ScriptedDrafter(greedy)
+    first = ScriptedDrafter(greedy)
+    link = DrafterLink(
+        f"127.0.0.1:{first.port},127.0.0.1:{second.port}",
+        wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100)),
+        row_bytes=4 * WIDTH,
+        window=S,
+        all_local=True,
+        timeout_ns=5_000_000_000,
+        backlog_rows=64,
+        on_event=lambda: None,
+    )
+    link.start()
+    try:
+        until(link, lambda: link.connected)
+        context = link.context()
+        link.ensure_open(context, 0, 4)
+        link.extend(context, 0, features(0, 4))
+        assert link.exchange([ask(context, 4)]).proposals
+        first.server.stop(None)
+        until(link, lambda: not link.connected)
+        until(link, lambda: link.connected)
+        link.ensure_open(context, 4, 4)
+        assert link.exchange([ask(context, 4)]).proposals
+        assert sum(row.features.shape[0] for row in second.of("round")[0].rows) == 4
+    finally:
+        link.stop()
+        second.server.stop(None)
+
+
+def until(link, condition):
+    deadline = time.monotonic() + 20
+    while True:
+        link.poll()
+        if condition():
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def keeping(event):
+    """A drafter that confirms whatever it is asked to keep."""
+    match event.WhichOneof("event"):
+        case "capture":
+            reply = wire.CaptureReply(checkpoint_id=event.capture.checkpoint_id)
+            return wire.DraftRoundsResponse(capture_reply=reply)
+        case "restore":
+            reply = wire.RestoreReply(
+                checkpoint_id=event.restore.checkpoint_id,
+                sequence_id=event.restore.sequence_id,
+                epoch=event.restore.epoch,
+                coverage_first=2,
+            )
+            return wire.DraftRoundsResponse(restore_reply=reply)
+        case "fork":
+            reply = wire.ForkReply(sequence_id=event.fork.sequence_id, epoch=event.fork.epoch)
+            return wire.DraftRoundsResponse(fork_reply=reply)
+        case "drop":
+            return wire.DraftRoundsResponse(
+                drop_reply=wire.DropReply(checkpoint_id=event.drop.checkpoint_id)
+            )
+    return greedy(event)
+
+
+def kinds(drafter):
+    return [e.WhichOneof("event") for e in list(drafter.events)]
+
+
+def test_a_capture_waits_for_its_rows_and_a_message_ends_there(setup):
+    s = setup(keeping)
+    context = s.opened(0, 5)
+    s.link.extend(context, 0, features(0, 5))
+    assert s.link.capture(context, 7, 5)
+    assert not s.link.holds(7), "present on the reply, not before"
+    s.link.extend(context, 5, features(5, 7))
+    s.link.pump(drafting=True)
+    assert context.sequence_id in s.link.exchange([ask(context, 7)]).proposals
+    s.until(lambda: s.link.holds(7))
+    assert kinds(s.drafter) == ["hello", "open", "features", "capture", "round"]
+    (captured,) = s.drafter.of("capture")
+    assert (captured.context_frontier, captured.epoch) == (5, 1)
+    assert sent_rows(s.drafter, 1) == [(0, 5)]
+    assert s.drafter.of("round")[0].rows[0].first_position == 5
+
+
+def test_a_row_that_waits_for_a_capture_is_not_in_the_round(setup):
+    s = setup(keeping)
+    first, second = s.opened(0, 2), s.opened(0, 2)
+    for checkpoint_id, context in enumerate((first, second)):
+        s.link.extend(context, 0, features(0, 2))
+        s.link.capture(context, checkpoint_id, 2)
+    s.link.pump(drafting=True)
+    exchange = s.link.exchange([ask(first, 2), ask(second, 2)])
+    assert set(exchange.proposals) == {first.sequence_id}
+    s.link.pump(drafting=True)
+    exchange = s.link.exchange([ask(first, 2), ask(second, 2)])
+    assert set(exchange.proposals) == {first.sequence_id, second.sequence_id}
+
+
+def test_a_context_that_ends_is_captured_first_and_then_released(setup):
+    s = setup(keeping)
+    context = s.opened(0, 3)
+    s.link.extend(context, 0, features(0, 3))
+    assert s.link.capture(context, 1, 3)
+    s.link.release(context)
+    s.drafter.wait_for("release")
+    assert kinds(s.drafter) == ["hello", "open", "features", "capture", "release"]
+    s.until(lambda: s.link.holds(1))
+
+
+def test_a_capture_for_which_there_is_no_room_is_skipped(setup):
+    def mute(event):
+        return None if event.WhichOneof("event") == "round" else keeping(event)
+
+    s = setup(mute, all_local=False, backlog_rows=5000)
+    context = s.opened(0, 900)
+    s.link.extend(context, 0, features(0, 900))
+    s.link.capture(context, 1, 900)
+    s.link.pump(drafting=False)
+    s.link.release(context)
+    s.drafter.wait_for("release")
+    assert not s.drafter.of("capture")
+    assert s.link.counters["captures_skipped"] == 1
+
+
+def test_nothing_is_captured_without_all_of_the_rows(setup):
+    s = setup(keeping)
+    closed = s.link.context()
+    assert not s.link.capture(closed, 1, 0)
+    late = s.opened(20, 0)
+    assert not s.link.capture(late, 1, 19)
+    assert s.link.capture(late, 2, 20) is False, "no row has come yet"
+
+
+def test_a_refused_capture_and_an_evicted_one_are_absent(setup):
+    def full(event):
+        if event.WhichOneof("event") == "capture" and event.capture.checkpoint_id == 2:
+            fault = faults.to_status(FaultError("CHECKPOINT_CAPACITY", "scripted"))
+            return wire.DraftRoundsResponse(
+                capture_reply=wire.CaptureReply(checkpoint_id=2, fault=fault)
+            )
+        answer = keeping(event)
+        if event.WhichOneof("event") == "capture" and event.capture.checkpoint_id == 3:
+            answer.capture_reply.evicted_checkpoint_ids.append(1)
+        return answer
+
+    s = setup(full)
+    context = s.opened(0, 1)
+    s.link.extend(context, 0, features(0, 1))
+    for checkpoint_id in (1, 2):
+        s.link.capture(context, checkpoint_id, 1)
+    s.link.pump(drafting=False)
+    s.until(lambda: s.link.holds(1) and s.link.counters["fault_checkpoint_capacity"] == 1)
+    s.link.capture(context, 3, 1)
+    s.until(lambda: s.link.holds(3))
+    assert [s.link.holds(i) for i in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_restored_context_goes_on_at_its_frontier(setup):
+    s = setup(keeping)
+    source = s.opened(0, 10)
+    s.link.extend(source, 0, features(0, 10))
+    s.link.capture(source, 1, 10)
+    rows = source.rows.tail(S)
+    s.link.release(source)
+    s.until(lambda: s.link.holds(1))
+    context = s.link.context()
+    s.link.restore(context, 1, rows, coverage_first=0, needed=14)
+    s.link.ensure_open(context, 10, 14)
+    s.link.extend(context, 10, features(10, 14))
+    assert context.sequence_id in s.link.exchange([ask(context, 14)]).proposals
+    assert context.coverage_first == 2, "as the drafter says"
+    assert len(s.drafter.of("open")) == 1
+    assert s.drafter.of("round")[-1].rows[0].first_position == 10
+    assert s.drafter.of("restore")[0].context_frontier == 10
+
+
+def test_a_checkpoint_that_is_gone_costs_a_reseed(setup):
+    def gone(event):
+        if event.WhichOneof("event") == "restore":
+            fault = faults.to_status(FaultError("CHECKPOINT_NOT_FOUND", "scripted"))
+            return wire.DraftRoundsResponse(
+                restore_reply=wire.RestoreReply(
+                    checkpoint_id=1,
+                    sequence_id=event.restore.sequence_id,
+                    epoch=event.restore.epoch,
+                    fault=fault,
+                )
+            )
+        return keeping(event)
+
+    s = setup(gone)
+    source = s.opened(0, 10)
+    s.link.extend(source, 0, features(0, 10))
+    s.link.capture(source, 1, 10)
+    rows = source.rows.tail(S)
+    s.link.release(source)
+    s.until(lambda: s.link.holds(1))
+    context = s.link.context()
+    s.link.restore(context, 1, rows, coverage_first=0, needed=14)
+    s.until(lambda: not context.is_open)
+    assert not s.link.holds(1)
+    s.link.ensure_open(context, 10, 14)
+    assert (context.coverage_first, context.unsent_rows) == (14 - S, S - 4)
+    s.link.extend(context, 10, features(10, 14))
+    s.link.pump(drafting=True)
+    assert context.sequence_id in s.link.exchange([ask(context, 14)]).proposals
+
+
+def test_a_local_draft_that_has_left_the_checkpoint_behind_restores_nothing(setup):
+    s = setup(keeping)
+    source = s.opened(0, 4)
+    s.link.extend(source, 0, features(0, 4))
+    s.link.capture(source, 1, 4)
+    rows = source.rows.tail(S)
+    s.link.release(source)
+    s.until(lambda: s.link.holds(1))
+    context = s.link.context()
+    s.link.restore(context, 1, rows, coverage_first=0, needed=5 + S)
+    assert not context.is_open
+    s.link.ensure_open(context, 4, 5 + S)
+    assert context.coverage_first == 5
+
+
+def test_a_fork_shares_what_its_source_has_not_sent(setup):
+    s = setup(keeping)
+    source = s.opened(0, 2)
+    s.link.extend(source, 0, features(0, 2))
+    fork = s.link.fork(source)
+    assert (fork.is_open, fork.unsent_rows) == (True, 2)
+    s.link.extend(fork, 2, features(2, 3))
+    proposals = s.link.exchange([ask(source, 2), ask(fork, 3)]).proposals
+    assert set(proposals) == {source.sequence_id, fork.sequence_id}
+    assert kinds(s.drafter) == ["hello", "open", "fork", "round"]
+    assert [row.features.shape[0] for row in s.drafter.of("round")[0].rows] == [2, 3]
+
+
+def test_welcome_says_which_draft_halves_are_left(setup):
+    forgotten: list[int] = []
+
+    def forgetful(event):
+        if event.WhichOneof("event") == "hello" and forgotten:
+            return wire.DraftRoundsResponse(
+                welcome=wire.Welcome(max_context=1000, checkpoint_ids=[1, 99])
+            )
+        return keeping(event)
+
+    lost = Restartable(setup, answer=forgetful)
+    s = lost.s
+    context = s.opened(0, 1)
+    s.link.extend(context, 0, features(0, 1))
+    s.link.capture(context, 1, 1)
+    s.link.capture(context, 2, 1)
+    s.link.pump(drafting=False)
+    s.until(lambda: s.link.holds(1) and s.link.holds(2))
+    forgotten.append(2)
+    lost.cut()
+    assert (s.link.holds(1), s.link.holds(2)) == (True, False)
+    (dropped,) = s.drafter.wait_for("drop")
+    assert dropped.checkpoint_id == 99, "one that the verifier does not know"
+
+
+def test_drop_reaches_captures_wherever_they_are(setup):
+    s = setup(keeping)
+    context = s.opened(0, 1)
+    s.link.extend(context, 0, features(0, 1))
+    s.link.capture(context, 1, 1)
+    s.link.drop(1)
+    s.link.pump(drafting=False)
+    s.link.exchange([ask(context, 1)])
+    assert not s.drafter.of("capture")
+    s.link.capture(context, 2, 1)
+    s.link.drop(2)
+    s.drafter.wait_for("drop")
+    s.until(lambda: s.link.exchange([ask(context, 1)]).proposals)
+    assert not s.link.holds(2), "its reply came after the drop"
