@@ -405,6 +405,33 @@ class DrafterLink:
         """Whether the drafter has confirmed this draft half, and has not said that it is gone."""
         return self.connected and checkpoint_id in self._held
 
+    def keeps(self, checkpoint_id: int) -> bool:
+        """Whether this draft half is there, or may yet come to be."""
+        queued = (c for context in self._contexts.values() for _, c in context.captures)
+        known = checkpoint_id in self._held or checkpoint_id in self._capturing
+        return known or checkpoint_id in queued
+
+    def continues(
+        self, checkpoint_id: int, frontier: int, rows: FeatureRows, coverage_first: int
+    ) -> bool:
+        """Whether a context can go on from a checkpoint as if the sequence had never ended.
+
+        Args:
+            checkpoint_id: The checkpoint.
+            frontier: Where it stands.
+            rows: Its feature rows, which end there; maybe none.
+            coverage_first: Where its context began.
+        """
+        held = self.holds(checkpoint_id)
+        if not self._all_local:
+            return held and coverage_first == 0
+        seen = max(0, frontier - self._window)  # nothing before it reaches a proposal
+        return (held and coverage_first <= seen) or (len(rows) > 0 and rows.first <= seen)
+
+    def tail(self, context: Context) -> FeatureRows:
+        """The last S rows of a context, by reference."""
+        return context.rows.tail(self._window)
+
     def capture(self, context: Context, checkpoint_id: int, position: int) -> bool:
         """Keeps the context as it will stand once every row before ``position`` is in.
 

@@ -3,6 +3,10 @@
 A resident sequence holds three separate things, which `Residency` names: a lane (its line of page
 tables and of the continuation hidden), a state slot (GDN states and convolution history) and KV
 pages. None of them is a batch row: rows are formed anew each round from any residencies.
+
+GDN state cannot be cut back, so a prefix can be continued only where its whole state was kept: an
+image. Pages may have several holders. A shared page is written to only behind the frontiers of all
+its holders but one, so sharing one never changes what another reads.
 """
 
 from __future__ import annotations
@@ -19,14 +23,29 @@ from kernels.gdn_verify import GdnRecord
 from verifier.config import CONV_TAPS, TargetConfig
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Residency:
     """What one resident sequence holds, until it is released."""
 
     lane: int
     state_slot: int
-    pages: tuple[int, ...]  # physical page of each `page_size` consecutive positions
-    position_count: int  # positions that the pages have room for
+    # physical page of each `page_size` consecutive positions; full ones may be shared
+    pages: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class StateImage:
+    """A sequence's state as it stood when the target had processed [0, frontier).
+
+    GDN states and history lie in a state slot of its own, the continuation hidden in a line of its
+    own; pages are shared with whoever else holds them, and of the last one only the positions
+    below the frontier belong to the image.
+    """
+
+    state_slot: int
+    line: int
+    pages: tuple[int, ...]
+    frontier: int
 
 
 class StateRows(NamedTuple):
@@ -59,6 +78,8 @@ class TargetState:
         device: torch.device | str = "cpu",
         page_size: int = 64,
         block_rows: int | None = None,
+        page_count: int | None = None,
+        image_count: int = 0,
     ) -> None:
         """Allocates for `lanes` residents of up to `max_context` positions each.
 
@@ -72,14 +93,17 @@ class TargetState:
             page_size: positions a KV page holds.
             block_rows: most rows of a verify block, dead ones included; as many as lanes unless
                 given.
+            page_count: KV pages of all residents and images together; None is enough for every
+                lane at once.
+            image_count: state images beside those of the residents.
         """
         self.page_size = page_size
         self.width = width
         self.max_context = max_context
         table_length = -(-max_context // page_size)
-        shapes = _shapes(
-            config, lanes, lanes * table_length, (block_rows or lanes, width), page_size, dtype
-        )
+        page_count = lanes * table_length if page_count is None else page_count
+        block = (block_rows or lanes, width)
+        shapes = _shapes(config, lanes, image_count, page_count, block, page_size, dtype)
         self.spare_lane = lanes  # a line of the continuation that nobody's lane is
         made = {
             name: torch.zeros(shape, dtype=kind, device=device)
@@ -92,7 +116,7 @@ class TargetState:
         self.value_pages: Tensor = made["value_pages"]  # [Lf, pages, page, Hkv, D]
         self.gdn: Tensor = made["gdn"]  # [Lg, slots, Hv, Dk, Dv] FP32
         self.conv_history: Tensor = made["conv_history"]  # [Lg, slots, 3, C], oldest first
-        self.continuation: Tensor = made["continuation"]  # [lanes + 1, H]
+        self.continuation: Tensor = made["continuation"]  # [lanes + 1 + images, H]
         # records of the last verify block, room for every plane [Lg, rows, W, ...]
         self.records = GdnRecord(
             conv=made["record_conv"],
@@ -103,8 +127,10 @@ class TargetState:
         self.page_tables = torch.zeros((lanes, table_length), dtype=torch.int64, device=device)
         self._free_lanes = list(reversed(range(lanes)))
         self._free_slots = list(reversed(range(lanes)))
-        self._free_pages = list(reversed(range(lanes * table_length)))
-        self._page_count = len(self._free_pages)
+        self._image_count = image_count
+        self._free_images = list(reversed(range(image_count)))
+        self._free_pages = list(reversed(range(page_count)))
+        self._holders = [0] * page_count
         self._residents: dict[int, Residency] = {}
 
     def plan(self) -> list[tuple[str, int]]:
@@ -112,17 +138,32 @@ class TargetState:
         return list(self._plan)
 
     def occupancy(self) -> dict[str, tuple[int, int]]:
-        """Used and free lanes, state slots and pages; callable from any thread."""
+        """Used and free lanes, state slots, images and pages; callable from any thread."""
         lanes = self.page_tables.shape[0]
         free = {
             "lanes": (lanes, len(self._free_lanes)),
             "state_slots": (lanes, len(self._free_slots)),
-            "pages": (self._page_count, len(self._free_pages)),
+            "images": (self._image_count, len(self._free_images)),
+            "pages": (len(self._holders), len(self._free_pages)),
         }
         return {name: (total - left, left) for name, (total, left) in free.items()}
 
+    @property
+    def free_page_count(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free_pages)
+
+    @property
+    def free_image_count(self) -> int:
+        """Images that could still be captured."""
+        return len(self._free_images)
+
+    def pages_of(self, position_count: int) -> int:
+        """Pages that hold so many positions."""
+        return -(-position_count // self.page_size)
+
     def acquire(self, position_count: int) -> Residency | None:
-        """Takes a lane, a zeroed state slot and pages for `position_count` positions.
+        """Takes a lane, a zeroed state slot and pages for `position_count` positions, maybe none.
 
         Returns:
             None while there are not enough of them.
@@ -130,34 +171,130 @@ class TargetState:
         Raises:
             ValueError: more positions than any resident may have.
         """
-        if not 1 <= position_count <= self.max_context:
+        if not 0 <= position_count <= self.max_context:
             raise ValueError(
-                f"position_count: expected 1..{self.max_context}, got {position_count}"
+                f"position_count: expected 0..{self.max_context}, got {position_count}"
             )
-        page_count = -(-position_count // self.page_size)
-        if not self._free_lanes or not self._free_slots or page_count > len(self._free_pages):
+        enough_pages = self.pages_of(position_count) <= self.free_page_count
+        if not self._free_lanes or not self._free_slots or not enough_pages:
             return None
-        residency = Residency(
-            lane=self._free_lanes.pop(),
-            state_slot=self._free_slots.pop(),
-            pages=tuple(self._free_pages.pop() for _ in range(page_count)),
-            position_count=position_count,
-        )
+        residency = Residency(self._free_lanes.pop(), self._free_slots.pop(), [])
         self._residents[residency.lane] = residency
         self.gdn[:, residency.state_slot].zero_()
         self.conv_history[:, residency.state_slot].zero_()
-        table = torch.tensor(residency.pages, dtype=torch.int64)
-        self.page_tables[residency.lane, :page_count] = table.to(self.page_tables.device)
+        self.grow(residency, position_count)
         return residency
+
+    def grow(self, residency: Residency, position_count: int) -> bool:
+        """Adds the pages that `position_count` positions need; False, and none, while they lack."""
+        missing = self.pages_of(position_count) - len(residency.pages)
+        if missing > self.free_page_count:
+            return False
+        self._attach(residency, [self._take_page() for _ in range(missing)])
+        return True
 
     def release(self, residency: Residency) -> None:
         """Gives everything back; a second release of the same residency does nothing."""
-        if self._residents.get(residency.lane) is not residency:
+        if not self.holds(residency):
             return
         del self._residents[residency.lane]
         self._free_lanes.append(residency.lane)
         self._free_slots.append(residency.state_slot)
-        self._free_pages.extend(reversed(residency.pages))
+        self.drop_pages(residency.pages)
+
+    def view(self, residency: Residency, frontier: int) -> StateImage:
+        """A resident's state as an image that owns nothing; it is right until the state moves."""
+        pages = residency.pages[: self.pages_of(frontier)]
+        return StateImage(residency.state_slot, residency.lane, tuple(pages), frontier)
+
+    def capture(self, residency: Residency, frontier: int) -> StateImage | None:
+        """Copies a resident's state, which stands at `frontier`, and shares its pages.
+
+        Sharing the last page too is sound: the resident goes on to write behind the frontier alone.
+
+        Returns:
+            None while no image is free.
+        """
+        image = self.take_image(self.view(residency, frontier).pages, frontier)
+        if image is not None:
+            self._copy_state(image.state_slot, image.line, self.view(residency, frontier))
+        return image
+
+    def take_image(self, pages: Sequence[int], frontier: int) -> StateImage | None:
+        """An image of arbitrary content that holds ``pages`` too; None while no image is free."""
+        if not self._free_images:
+            return None
+        index = self._free_images.pop()
+        for page in pages:
+            self._holders[page] += 1
+        lanes = self.spare_lane
+        return StateImage(lanes + index, lanes + 1 + index, tuple(pages), frontier)
+
+    def forget(self, image: StateImage) -> None:
+        """Gives back what a captured image holds; pages stay with their other holders."""
+        self._free_images.append(image.state_slot - self.spare_lane)
+        self.drop_pages(image.pages)
+
+    def resume(self, residency: Residency, source: StateImage, position_count: int) -> bool:
+        """Lets a resident without pages continue `source`, with room for so many positions.
+
+        Full pages are shared; a page that the frontier cuts is copied, because both will write to
+        it.
+
+        Returns:
+            False, and nothing is changed, while pages are lacking.
+        """
+        assert not residency.pages
+        full = source.frontier // self.page_size
+        if self.pages_of(max(position_count, source.frontier)) - full > self.free_page_count:
+            return False
+        shared = list(source.pages[:full])
+        for page in shared:
+            self._holders[page] += 1
+        self._attach(residency, shared)
+        if source.frontier % self.page_size:
+            tail = self._take_page()
+            self.copy_page(tail, source.pages[full])
+            self._attach(residency, [tail])
+        self._copy_state(residency.state_slot, residency.lane, source)
+        return self.grow(residency, position_count)
+
+    def copy_page(self, page: int, source: int) -> None:
+        """Copies the KV of one page over another, all layers."""
+        self.key_pages[:, page].copy_(self.key_pages[:, source])
+        self.value_pages[:, page].copy_(self.value_pages[:, source])
+
+    def take_pages(self, count: int) -> list[int] | None:
+        """Pages for an image that is about to be written, held once; None while they lack."""
+        if count > self.free_page_count:
+            return None
+        return [self._take_page() for _ in range(count)]
+
+    def _copy_state(self, slot: int, line: int, source: StateImage) -> None:
+        self.gdn[:, slot].copy_(self.gdn[:, source.state_slot])
+        self.conv_history[:, slot].copy_(self.conv_history[:, source.state_slot])
+        self.continuation[line].copy_(self.continuation[source.line])
+
+    def _attach(self, residency: Residency, pages: list[int]) -> None:
+        if not pages:
+            return
+        first = len(residency.pages)
+        residency.pages += pages
+        entries = self.page_tables[residency.lane, first : first + len(pages)]
+        # from memory that is not pinned, the copy has read its source when it returns
+        entries.copy_(torch.tensor(pages, dtype=torch.int64), non_blocking=True)
+
+    def _take_page(self) -> int:
+        page = self._free_pages.pop()
+        self._holders[page] = 1
+        return page
+
+    def drop_pages(self, pages: Sequence[int]) -> None:
+        """Ends one holding of each page."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free_pages.append(page)
 
     def holds(self, residency: Residency) -> bool:
         """Whether the residency is still acquired."""
@@ -185,16 +322,20 @@ def state_plan(
     dtype: torch.dtype,
     page_size: int = 64,
     block_rows: int | None = None,
+    page_count: int | None = None,
+    image_count: int = 0,
 ) -> list[tuple[str, int]]:
     """What a `TargetState` of these sizes would allocate, as (what, bytes)."""
-    pages = lanes * -(-max_context // page_size)
-    shapes = _shapes(config, lanes, pages, (block_rows or lanes, width), page_size, dtype)
+    pages = lanes * -(-max_context // page_size) if page_count is None else page_count
+    block = (block_rows or lanes, width)
+    shapes = _shapes(config, lanes, image_count, pages, block, page_size, dtype)
     return [(what, math.prod(shape) * kind.itemsize) for what, shape, kind in shapes.values()]
 
 
 def _shapes(
     config: TargetConfig,
     lanes: int,
+    images: int,
     pages: int,
     block: tuple[int, int],  # most rows and columns of a verify block
     page_size: int,
@@ -211,9 +352,17 @@ def _shapes(
     return {
         "key_pages": ("KV: keys", page, dtype),
         "value_pages": ("KV: values", page, value_dtype),
-        "gdn": ("GDN states", (gdn, lanes, value_heads, key_dim, value_dim), torch.float32),
-        "conv_history": ("convolution history", (gdn, lanes, CONV_TAPS - 1, channels), dtype),
-        "continuation": ("continuation hidden", (lanes + 1, config.hidden_size), dtype),
+        "gdn": (
+            "GDN states",
+            (gdn, lanes + images, value_heads, key_dim, value_dim),
+            torch.float32,
+        ),
+        "conv_history": (
+            "convolution history",
+            (gdn, lanes + images, CONV_TAPS - 1, channels),
+            dtype,
+        ),
+        "continuation": ("continuation hidden", (lanes + 1 + images, config.hidden_size), dtype),
         "record_conv": ("records: columns", (*recorded, channels), dtype),
         "record_key": ("records: keys", (*recorded, key_heads, key_dim), dtype),
         "record_value": ("records: values", (*recorded, value_heads, value_dim), dtype),
