@@ -146,22 +146,73 @@ class Pair:
             time.sleep(0.005)
 
     def expect_idle(self) -> None:
-        """Fails unless lanes, slots, pages and the drafter's contexts all come back, soon."""
+        """Fails unless lanes, slots, pages and the drafter's contexts all come back, soon.
+
+        What checkpoints hold counts as come back; both services must agree on the checkpoints.
+        """
         engine = self.verifier.engine
         assert engine is not None
-        state = engine._state
         deadline = time.monotonic() + 10
-        while True:
-            status = engine.status()
-            free = (len(state._free_lanes), len(state._free_slots), len(state._free_pages))
-            total = (state.page_tables.shape[0],) * 2 + (state.key_pages.shape[1],)
-            drafting = self.drafter._service._engine
-            drafted = drafting._graphs.memory.free_count
-            idle = (status.resident, status.queued, free) == (0, 0, total)
-            if idle and drafted == drafting.config.max_concurrency:
-                return
-            assert time.monotonic() < deadline, (status, free, total, drafted)
+        while (found := self._found(engine)) != (wanted := self._wanted(engine)):
+            assert time.monotonic() < deadline, (found, wanted)
             time.sleep(0.01)
+
+    def _found(self, engine: Any) -> dict[str, Any]:
+        state, link, host = engine._state, engine._link, engine._host
+        status = engine.status()
+        drafter = self.drafter._service._engine
+        kept = list(engine._checkpoints._kept.values())
+        images = [c.image for c in kept if c.image is not None]
+        replicas = [c.replica for c in kept if c.replica is not None]
+        return {
+            "samples": (status.resident, status.queued, len(engine._paused), len(engine._live)),
+            "lanes": len(state._free_lanes),
+            "slots": len(state._free_slots),
+            "pages": state.free_page_count + len({p for image in images for p in image.pages}),
+            "images": state.free_image_count + len(images),
+            "host images": host.free_image_count + len(replicas),
+            "host pages": host.free_page_count + sum(len(r.pages) for r in replicas),
+            "leases": sum(c.leases for c in kept),
+            "contexts": (drafter._graphs.memory.free_count, len(link._contexts)),
+            "captures": len(link._capturing),
+            "draft halves": link._held,
+            "known halves": link._held <= {c.checkpoint_id for c in kept},
+        }
+
+    def _wanted(self, engine: Any) -> dict[str, Any]:
+        state, host = engine._state, engine._host
+        lanes = state.page_tables.shape[0]
+        drafter = self.drafter._service._engine
+        tables = drafter._checkpoints._tables.values()
+        return {
+            "samples": (0, 0, 0, 0),
+            "lanes": lanes,
+            "slots": lanes,
+            "pages": state.page_count,
+            "images": state.gdn.shape[1] - lanes,
+            "host images": host.image_count,
+            "host pages": host.page_count,
+            "leases": 0,
+            "contexts": (drafter.config.max_concurrency, 0),
+            "captures": 0,
+            "draft halves": {i for table in list(tables) for i in table.ids},
+            "known halves": True,
+        }
+
+    def expect_nothing_left(self) -> None:
+        """Forgets all checkpoints and fails unless both services are as they were at start."""
+        self.expect_idle()
+        engine = self.verifier.engine
+        assert engine is not None
+        engine._checkpoints.clear()
+        engine.wake()
+        self.expect_idle()
+        state = engine._state
+        assert state.free_page_count == state.page_count
+        assert not any(state._holders)
+        slots = self.drafter._service._engine._checkpoints._slots
+        assert slots.free_count(slots.device_cells) == slots.device_count
+        assert slots.free_count(slots.host_cells) == slots.host_count
 
 
 @contextlib.contextmanager
@@ -176,6 +227,8 @@ def served(
     drafter_lanes: int | None = None,
     dtype: str = "float32",
     load_format: str = "auto",
+    checkpoint_slots: int = 0,
+    checkpoint_host_mib: int = 0,
     **verifier_options: Any,
 ) -> Iterator[Pair]:
     """Starts drafter and verifier over loopback gRPC and stops them at the end."""
@@ -189,6 +242,8 @@ def served(
             max_context=drafter_context or max_context,
             dtype=dtype,
             load_format=load_format,
+            checkpoint_slots=checkpoint_slots,
+            checkpoint_host_mib=checkpoint_host_mib,
         )
     )
     try:
@@ -203,6 +258,8 @@ def served(
                 max_context=max_context,
                 dtype=dtype,
                 load_format=load_format,
+                checkpoint_slots=checkpoint_slots,
+                checkpoint_host_mib=checkpoint_host_mib,
                 **verifier_options,
             )
         )

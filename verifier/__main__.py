@@ -26,8 +26,10 @@ from outrider.tracing import Tracer
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import SamplingTables
 from verifier.blocks import Blocks, rounded_up
+from verifier.checkpoints import Checkpoints
 from verifier.config import TargetConfig
 from verifier.drafter_link import DrafterLink
+from verifier.host_images import HostImages
 from verifier.metrics import VerifierMetrics
 from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
 from verifier.projection import Projection, projection_plan
@@ -234,6 +236,8 @@ class Plan:
                 width=self.width,
                 dtype=self.dtype,
                 block_rows=self.block_rows,
+                page_count=options.kv_pages,
+                image_count=options.checkpoint_slots,
             ),
         ]
         needed = sum(size for _, size in self.sizes)
@@ -271,9 +275,14 @@ class Plan:
             chunk=options.prefill_chunk,
             metrics=running.metrics,
         )
+        state = blocks.target.state
+        host = HostImages(state, options.checkpoint_host_mib << 20)
+        self.sizes.append(("host: checkpoints and paused samples", host.byte_count))
         engine = Engine(
             rounds,
-            blocks.target.state,
+            state,
+            Checkpoints(state, host, link),
+            host,
             text,
             lanes=options.max_concurrency,
             max_queue=options.max_queue,
@@ -294,6 +303,7 @@ class Plan:
             generation_config=checkpoint.generation_config if options.model_defaults else None,
             max_prompt_bytes=options.max_prompt_bytes,
             reader_timeout_ms=options.reader_timeout_ms,
+            keeps_prefixes=options.checkpoint_slots > 0,
         )
         return engine, backend
 
@@ -316,6 +326,8 @@ class Plan:
             dtype=self.dtype,
             device=options.device,
             block_rows=self.block_rows,
+            page_count=options.kv_pages,
+            image_count=options.checkpoint_slots,
         )
         tables = SamplingTables(
             options.max_concurrency, config.vocab_size, config.public_vocab, options.device

@@ -6,6 +6,7 @@ live on the device; a batch row reads its lane's row by index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,13 @@ class SamplingTables:
         self._stop_mask[lane, torch.tensor(sorted(request.stop_token_ids), dtype=torch.int64)] = (
             True
         )
+
+    def recount(self, lane: int, token_ids: Rows[int]) -> None:
+        """Sets the lane's generated counts to those of ``token_ids``."""
+        counts = torch.bincount(
+            torch.tensor(token_ids, dtype=torch.int64), minlength=self._generated_counts.shape[1]
+        )
+        self._generated_counts[lane] = counts.to(self.device)
 
     def count(self, lanes: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor) -> None:
         """Adds published tokens to the generated counts of their lanes.

@@ -452,6 +452,38 @@ class Blocks:
             return features.new_empty(0, self.projection.width)
         return self.projection(features)
 
+    def first_token(self, residency: Residency, token_id: int, end: int) -> Block:
+        """The block to accept of a prompt that was restored whole, as `prefill` would return it.
+
+        Args:
+            residency: Whose state stands at the prompt's end.
+            token_id: The prompt's last token.
+            end: Positions of the prompt.
+        """
+        buffers = self._of(1, 1)
+        buffers.results.logits.copy_(self.target.next_logits(residency))
+        self._clock.mark("verify")
+        row = BlockRow(residency, end - 1, 0, (token_id,))
+        self._fill(buffers, [row])
+        return self._begin(Block((row,), buffers, prefilled=True))
+
+    def replay(self, residency: Residency, token_ids: Sequence[int], first: int) -> Tensor:
+        """Processes tokens [first, first + T) that are known, T <= W, as a round would.
+
+        Returns:
+            Their projected features [T, H] in host memory, the caller's own.
+        """
+        row = BlockRow(residency, first, 0, tuple(token_ids))
+        block = self.verify([row])
+        buffers, count = block.buffers, len(token_ids)
+        kept = torch.zeros(buffers.row_count, dtype=torch.int64)
+        kept[0] = count
+        # not the captured commit: that one counts the tokens too
+        self.target.commit(buffers.state_rows, buffers.forward, kept)
+        self._newest = None
+        self.replays.wait()
+        return self.features(block, 0, count)
+
     def _host_rows(self, features: Tensor, first: int) -> HostRows:
         slot = self._prefill_rows[0]
         if slot is None:

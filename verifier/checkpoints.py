@@ -207,6 +207,16 @@ class Checkpoints:
             self._demote_or_evict(cheapest)
         return True
 
+    def store_snapshot(self, image: StateImage) -> HostImage | None:
+        """Keeps a state that is in use in host memory, before any checkpoint there.
+
+        Returns:
+            None where it would not fit even alone, or beside others like it.
+        """
+        if not self._host.could_hold(image) or not self._make_host_room(image, float("inf")):
+            return None
+        return self._host.store(image)
+
     def clear(self) -> None:
         """Forgets everything, draft halves included."""
         for checkpoint in list(self._kept.values()):

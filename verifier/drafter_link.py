@@ -264,6 +264,11 @@ class DrafterLink:
             self._thread.join(timeout=5)
 
     @property
+    def all_local(self) -> bool:
+        """Whether the draft sees the last S positions alone."""
+        return self._all_local
+
+    @property
     def connected(self) -> bool:
         """Whether proposals flow."""
         return self._stream is not None
@@ -500,9 +505,9 @@ class DrafterLink:
             )
         )
 
-    def fork(self, source: Context) -> Context:
+    def fork(self, source: Context, trail: Trail = NO_TRAIL) -> Context:
         """A context that continues ``source`` from where it stands, unsent rows included."""
-        context = self.context()
+        context = self.context(trail)
         context.rows = source.rows.tail(len(source.rows))
         context.out_of_range = source.out_of_range
         if source.is_open and self._stream is not None:
@@ -942,9 +947,7 @@ def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Dr
     if law != "conditional":
         raise FaultError("PROPOSAL_INVALID", "proposal: expected a distribution, got none")
     conditional = proposal.conditional
-    ids = tensors.decode(
-        conditional.candidate_ids, (live, None), torch.int32, name="candidate_ids"
-    )
+    ids = tensors.decode(conditional.candidate_ids, (live, None), torch.int32, name="candidate_ids")
     q = tensors.decode(
         conditional.probabilities, tuple(ids.shape), torch.float32, name="probabilities"
     )

@@ -51,7 +51,9 @@ class VerifierOptions:
     draft_timeout_ms: int = DRAFT_TIMEOUT_MS["cpu"]
     feature_backlog_mib: int | None = None
     shared_memory: bool = True  # for features, where the drafter is on this host
-    checkpoint_slots: int = 0
+    checkpoint_slots: int = 0  # images on the device
+    checkpoint_host_mib: int = 0  # host memory for images
+    kv_pages: int | None = None  # of all samples and checkpoints; None: every lane to its end
     causal_local_layers: bool = False
     model_name: str | None = None
     model_defaults: bool = False
@@ -84,8 +86,9 @@ class VerifierOptions:
             ("--max-concurrency", arguments.max_concurrency, 1, MOST_CONCURRENCY),
             ("--prefill-chunk", chunk, 1, 1 << 16),
             ("--max-queue", arguments.max_queue, 0, 1 << 20),
-            # prefix checkpoints are not served yet
-            ("--checkpoint-slots", arguments.checkpoint_slots, 0, 0),
+            ("--checkpoint-slots", arguments.checkpoint_slots, 0, 4096),
+            ("--checkpoint-host-mib", arguments.checkpoint_host_mib, 0, 1 << 24),
+            ("--kv-pages", 1 if arguments.kv_pages is None else arguments.kv_pages, 1, 1 << 30),
         ):
             if not first <= value <= last:
                 raise OptionError(f"{name}: expected {first} to {last}, got {value}")
@@ -108,6 +111,8 @@ class VerifierOptions:
             feature_backlog_mib=arguments.feature_backlog_mib,
             shared_memory=arguments.shared_memory == "auto",
             checkpoint_slots=arguments.checkpoint_slots,
+            checkpoint_host_mib=arguments.checkpoint_host_mib,
+            kv_pages=arguments.kv_pages,
             causal_local_layers=arguments.causal_local_layers,
             model_name=arguments.model_name,
             model_defaults=arguments.model_defaults,

@@ -69,6 +69,8 @@ class Request:
     arrival_ns: int  # time.monotonic_ns
     deadline_ns: int | None  # time.monotonic_ns; None never expires
     trail: Trail = NO_TRAIL  # what it came with, to be found again in logs and traces
+    # position at which the next turn's prompt may leave this one; 0 for none
+    boundary: int = 0
 
 
 @dataclass(frozen=True)

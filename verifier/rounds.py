@@ -119,37 +119,66 @@ class Rounds:
     # ---- prefill ------------------------------------------------------------------------------
 
     def prefill(self, sequence: Sequence) -> None:
-        """Processes one chunk of the prompt; after the last one, publishes the first token."""
+        """Processes one chunk of the prompt; after the last one, publishes the first token.
+
+        A prompt that was restored whole has its first token drawn from the kept hidden state.
+        """
         started = time.monotonic_ns()
         first = sequence.frontier
         end = self.chunk_end(sequence)
         if sequence.context is not None:
-            self.link.ensure_open(sequence.context, first, sequence.prompt_end)
-        block, features = self.blocks.prefill(
-            sequence.residency,
-            sequence.tokens[first:end],
-            first,
-            last=end == sequence.prompt_end,
-            features_from=self._wanted_from(sequence),
-        )
-        self.deliver()
-        sequence.frontier = end
-        # the rows of earlier chunks were copied while this one was being launched
-        self._take_arrived()
-        self._arriving.append((sequence, features))
+            self.link.ensure_open(sequence.context, first, sequence.needed)
+        block: Block | None
+        if first == end:
+            block = self.blocks.first_token(sequence.residency, sequence.tokens[end - 1], end)
+        else:
+            block, features = self.blocks.prefill(
+                sequence.residency,
+                sequence.tokens[first:end],
+                first,
+                # one that was paused has its first token
+                last=end == sequence.prompt_end and not sequence.output_count,
+                features_from=self._wanted_from(sequence),
+            )
+            self.deliver()
+            sequence.frontier = end
+            # the rows of earlier chunks were copied while this one was being launched
+            self.take_arrived()
+            self._arriving.append((sequence, features))
         spent_ns = time.monotonic_ns() - started
         sequence.usage.prefill_ns += spent_ns
         self.metrics.chunk_ended(spent_ns)
         if block is not None:
-            self._take_arrived()
+            self.take_arrived()
             licensed = self.accept(PrefilledPrompt(sequence, block))
             self.publish(self.commit(self.preview(licensed)))
 
+    def replay(self, sequence: Sequence) -> None:
+        """Processes up to W published tokens of a sample again, on the path that decoded them.
+
+        Nothing is chosen, published or counted anew.
+        """
+        self.take_arrived()
+        first = sequence.frontier
+        end = self.replay_end(sequence)
+        if sequence.context is not None:
+            self.link.ensure_open(sequence.context, first, sequence.needed)
+        rows = self.blocks.replay(sequence.residency, sequence.tokens[first:end], first)
+        sequence.frontier = end
+        if sequence.context is not None:
+            wanted = self._wanted_from(sequence)
+            skipped = end - first if wanted is None else max(0, min(end, wanted) - first)
+            self.link.extend(sequence.context, first + skipped, rows[skipped:])
+
+    def replay_end(self, sequence: Sequence) -> int:
+        """Where the next block of a replay ends: the anchor itself is left to the next round."""
+        return min(len(sequence.tokens) - 1, sequence.frontier + self.draft_tokens + 1)
+
     def _wanted_from(self, sequence: Sequence) -> int | None:
         context = sequence.context
-        return None if context is None else self.link.wanted_from(context, sequence.prompt_end)
+        return None if context is None else self.link.wanted_from(context, sequence.needed)
 
-    def _take_arrived(self) -> None:
+    def take_arrived(self) -> None:
         """Hands prompts' feature rows to the link, in order."""
         for sequence, features in self._arriving:
             rows = features.arrived()
@@ -158,15 +187,17 @@ class Rounds:
         self._arriving.clear()
 
     def chunk_end(self, sequence: Sequence) -> int:
-        """Where the next prefill chunk ends: a multiple of the chunk, or the prompt's end."""
-        return min(sequence.prompt_end, (sequence.frontier // self.chunk + 1) * self.chunk)
+        """Where the next prefill chunk ends: at a multiple of the chunk, a capture or the end."""
+        capture = next((p for p in sequence.captures if p > sequence.frontier), sequence.prompt_end)
+        whole = (sequence.frontier // self.chunk + 1) * self.chunk
+        return min(sequence.prompt_end, capture, whole)
 
     # ---- a round ------------------------------------------------------------------------------
 
     def run(self, rows: Rows[Sequence]) -> None:
         """One round over prefilled ``rows``, at most B."""
         started = time.monotonic_ns()
-        self._take_arrived()
+        self.take_arrived()
         proposal = self.draft(tuple(rows))
         block = self.verify(proposal)
         licensed = self.accept(block)
@@ -195,7 +226,7 @@ class Rounds:
         asks = []
         for row in rows:
             if row.context is not None:
-                self.link.ensure_open(row.context, row.frontier, row.prompt_end)
+                self.link.ensure_open(row.context, row.frontier, row.frontier)
                 sampling = row.request.sampling
                 asks.append(
                     Ask(
@@ -353,7 +384,7 @@ class Rounds:
             if row.usage.output_tokens and not row.usage.ttft_ns:
                 row.usage.ttft_ns = now - row.request.arrival_ns
             if isinstance(ending, Finish):
-                row.finished = True
+                row.finished = row.completed = True
                 row.usage.total_ns = now - row.request.arrival_ns
             finish = ending if isinstance(ending, Finish) else None
             self._outbox.append(partial(row.ticket.publish, delta, finish))

@@ -1,7 +1,13 @@
 """Admission and the engine thread: who is resident, and whose turn it is.
 
-Waiting samples are admitted first in, first out. Each turn of the loop runs at most one prefill
-chunk and one decode round, so a long prompt never holds residents up for more than a chunk.
+Waiting samples are admitted first in, first out; one that lacks pages may be overtaken, a bounded
+number of times. Each turn of the loop runs at most one prefill chunk and one decode round, so a
+long prompt never holds residents up for more than a chunk.
+
+Residents take KV pages as they go. Under pressure checkpoints give way first, and then the youngest
+resident is paused: its state moves to host memory, or is dropped and replayed later. Paused samples
+come back, the oldest first, before anybody new. A prompt that begins like a checkpoint continues
+it; the samples of one request share one prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +23,9 @@ import torch
 
 from outrider.faults import FaultError
 from outrider.tracing import Tracer
+from verifier.checkpoints import Checkpoint, Checkpoints
 from verifier.drafter_link import DrafterLink
+from verifier.host_images import HostImages
 from verifier.metrics import SampleRecord
 from verifier.preview import OutputSession
 from verifier.request import Request, Sink, Usage
@@ -47,6 +55,8 @@ class Engine:
     Args:
         rounds: The story to run.
         state: The target's memory, for admission.
+        checkpoints: Kept prefixes.
+        host: Room for the states of paused samples.
         text: Tokenizer, for the output sessions.
         lanes: B, samples that run at once.
         max_queue: Samples that may wait beside them.
@@ -58,6 +68,8 @@ class Engine:
         self,
         rounds: Rounds,
         state: TargetState,
+        checkpoints: Checkpoints,
+        host: HostImages,
         text: Text,
         *,
         lanes: int,
@@ -70,13 +82,18 @@ class Engine:
         self.metrics = rounds.metrics
         self._tracer = tracer or Tracer("outrider-verifier")
         self._state = state
+        self._checkpoints = checkpoints
+        self._host = host
         self._text = text
+        self._lanes = lanes
         self._most_live = lanes + max_queue
         self._queue_timeout_ns = queue_timeout_ns
         self._lock = threading.Lock()
         self._waiting: deque[Ticket] = deque()
         self._live: dict[tuple[str, int], Ticket] = {}
         self._resident: list[Sequence] = []
+        self._paused: list[Sequence] = []
+        self._order = 0
         self._wake = threading.Event()
         self._draining = False
         self._stopping = False
@@ -153,8 +170,12 @@ class Engine:
     def status(self) -> EngineStatus:
         """What runs and waits now."""
         with self._lock:
-            queued, resident = len(self._waiting), len(self._resident)
+            queued, resident = len(self._waiting) + len(self._paused), len(self._resident)
             counters = dict(self._counters)
+        kept = dict(self._checkpoints.counters)
+        counters.update({f"checkpoint_{name}": count for name, count in kept.items()})
+        counters["checkpoints"] = len(self._checkpoints)
+        counters["checkpoint_feature_bytes"] = self._checkpoints.feature_bytes
         counters.update({f"drafter_{k}": v for k, v in dict(self._link.counters).items()})
         counters["drafter_feature_bytes"] = self._link.feature_bytes
         return EngineStatus(
@@ -169,7 +190,11 @@ class Engine:
     def states(self) -> dict[str, float]:
         """Samples by state."""
         with self._lock:
-            return {"waiting": len(self._waiting), "running": len(self._resident)}
+            return {
+                "waiting": len(self._waiting),
+                "running": len(self._resident),
+                "paused": len(self._paused),
+            }
 
     def occupancy(self) -> dict[str, tuple[int, int]]:
         """Used and free lanes, state slots and pages."""
@@ -221,37 +246,48 @@ class Engine:
         """One chunk and one round at most; False when there was nothing to run."""
         self._link.poll()
         self._drop_cancelled()
+        self._resume_paused()
         self._admit()
         prefilled = self._prefill()
         # a reader that is behind pauses its own samples, and nobody else's
         decoding = [s for s in self._resident if s.prefilled and not s.ticket.sink.full]
         self._link.pump(drafting=any(self._drafts(s) for s in decoding))
-        ready = [s for s in decoding if not self._must_wait(s)]
+        ready = self._with_pages([s for s in decoding if not self._must_wait(s)])
         if ready:
             self._run(ready, "round")
         return prefilled or bool(ready)
 
     def _prefill(self) -> bool:
-        """At most one chunk's worth of prompt tokens; False when no prompt waits for any.
+        """At most one chunk's worth of known tokens; False when nobody waits for any.
 
         Several short prompts may share it, so that a burst of them is not admitted one a round.
         """
         budget = self._rounds.chunk
         while budget > 0:
-            prefilling = next(
-                (s for s in self._resident if not s.prefilled and not self._must_wait(s)), None
-            )
+            prefilling = next((s for s in self._resident if self._may_prefill(s)), None)
             if prefilling is None:
                 break
-            size = self._rounds.chunk_end(prefilling) - prefilling.frontier
+            end = self._prefill_end(prefilling)
+            # a prompt that was restored whole costs one draw
+            size = max(1, end - prefilling.frontier)
             if size > budget:
                 break
             # to the back of the line: prompts take turns, chunk by chunk
             self._resident.remove(prefilling)
             self._resident.append(prefilling)
-            self._run([prefilling], "prefill")
+            if not self._take_pages(prefilling, end):
+                continue
+            self._run([prefilling], "replay" if prefilling.replaying else "prefill")
             budget -= size
         return budget < self._rounds.chunk
+
+    def _may_prefill(self, sequence: Sequence) -> bool:
+        return not sequence.prefilled and sequence.leader is None and not self._must_wait(sequence)
+
+    def _prefill_end(self, sequence: Sequence) -> int:
+        if sequence.replaying:
+            return self._rounds.replay_end(sequence)
+        return self._rounds.chunk_end(sequence)
 
     def _drafts(self, sequence: Sequence) -> bool:
         context = sequence.context
@@ -281,6 +317,9 @@ class Engine:
         try:
             if phase == "prefill":
                 self._rounds.prefill(rows[0])
+                self._keep_prompt(rows[0])
+            elif phase == "replay":
+                self._rounds.replay(rows[0])
             else:
                 self._rounds.run(rows)
         except Exception as error:  # the engine's edge: the loop must outlive any row
@@ -294,36 +333,258 @@ class Engine:
             if row.finished:
                 self._release(row)
 
-    def _admit(self) -> None:
-        while self._waiting:
-            with self._lock:
-                ticket = self._waiting[0]
-            request = ticket.request
-            # the last token is published but never processed
-            positions = len(request.prompt_ids) + request.max_tokens - 1
-            residency = self._state.acquire(positions)
+    # ---- checkpoints and forks ----------------------------------------------------------------
+
+    def _keep_prompt(self, sequence: Sequence) -> None:
+        """Keeps the prefix just processed if it is to be kept, and lets other samples go on."""
+        frontier = sequence.frontier
+        if frontier in sequence.captures:
+            self._rounds.take_arrived()
+            tokens = sequence.tokens[:frontier]
+            self._checkpoints.capture(sequence.residency, tokens, sequence.context)
+        if frontier == sequence.prompt_end:
+            for follower in [s for s in self._resident if s.leader is sequence]:
+                self._fork(sequence, follower)
+
+    def _fork(self, leader: Sequence, follower: Sequence) -> None:
+        """Lets another sample of the request start where its leader's prompt ends."""
+        follower.leader = None
+        image = self._state.view(leader.residency, leader.prompt_end)
+        tail = 1 if leader.prompt_end % self._state.page_size else 0
+        if not self._checkpoints.reclaim(tail):
+            return  # it prefills for itself
+        if self._state.resume(follower.residency, image, leader.prompt_end):
+            follower.frontier = leader.prompt_end
+            if leader.context is not None:
+                follower.context = self._link.fork(leader.context, follower.ticket.trail)
+            self._count("forks")
+
+    def _continue_checkpoint(self, sequence: Sequence) -> None:
+        """Lets a sample begin behind the longest kept prefix of its prompt."""
+        prompt = sequence.request.prompt_ids
+        checkpoint = self._checkpoints.find(prompt, lambda c: self._is_usable(sequence, c))
+        if checkpoint is None:
+            return
+        with self._checkpoints.leased(checkpoint):
+            if not self._checkpoints.resume(checkpoint, sequence.residency, checkpoint.frontier):
+                return
+            sequence.frontier = checkpoint.frontier
+            if sequence.context is not None:
+                self._link.restore(
+                    sequence.context,
+                    checkpoint.checkpoint_id,
+                    checkpoint.rows,
+                    checkpoint.coverage_first,
+                    sequence.needed,
+                )
+
+    def _is_usable(self, sequence: Sequence, checkpoint: Checkpoint) -> bool:
+        """A seeded sample must not propose otherwise than it would without the checkpoint."""
+        sampling = sequence.request.sampling
+        if sequence.context is None or sampling.greedy or not sampling.seed_given:
+            return True
+        return self._link.continues(
+            checkpoint.checkpoint_id,
+            checkpoint.frontier,
+            checkpoint.rows,
+            checkpoint.coverage_first,
+        )
+
+    # ---- pages --------------------------------------------------------------------------------
+
+    def _with_pages(self, rows: list[Sequence]) -> list[Sequence]:
+        """Those rows that have pages for a round, the oldest first served; others may be paused."""
+        width = self._rounds.draft_tokens + 1
+        for row in sorted(rows, key=lambda s: s.order):
+            if row in self._resident:
+                self._take_pages(row, min(row.frontier + width, row.position_limit))
+        return [row for row in rows if row in self._resident]
+
+    def _take_pages(self, sequence: Sequence, position_count: int) -> bool:
+        """Grows a resident; pauses the youngest ones, perhaps itself, until there are pages.
+
+        Returns:
+            False when it is not resident any more: it was paused, or ended because it alone needs
+            more pages than there are.
+        """
+        state = self._state
+        while not state.grow(sequence.residency, position_count):
+            if self._checkpoints.reclaim(
+                state.pages_of(position_count) - len(sequence.residency.pages)
+            ):
+                continue
+            holders = [s for s in self._resident if s.residency.pages or s is sequence]
+            youngest = max(holders, key=lambda s: s.order)
+            if len(holders) == 1:
+                self._rounds.end(sequence, self._no_capacity(position_count))
+                self._release(sequence)
+                return False
+            self._pause(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _no_capacity(self, position_count: int) -> FaultError:
+        page_size, pages = self._state.page_size, self._state.page_count
+        return FaultError(
+            "KV_CAPACITY",
+            f"KV pages: expected at most {pages * page_size} positions, got {position_count}",
+            expected=pages * page_size,
+            actual=position_count,
+        )
+
+    def _pause(self, sequence: Sequence) -> None:
+        """Takes a resident off the device, the drafter's half included."""
+        self._rounds.take_arrived()
+        with self._lock:
+            self._resident.remove(sequence)
+            self._paused.append(sequence)
+            self._paused.sort(key=lambda s: s.order)
+        for follower in self._resident:
+            if follower.leader is sequence:
+                follower.leader = None
+        if self._keeps_snapshot(sequence):
+            image = self._state.view(sequence.residency, sequence.frontier)
+            sequence.snapshot = self._checkpoints.store_snapshot(image)
+        self._state.release(sequence.residency)
+        if sequence.context is not None:
+            rows = sequence.context.rows
+            self._link.release(sequence.context)
+            sequence.context = self._link.context(sequence.ticket.trail)
+            if sequence.snapshot is not None:
+                sequence.context.rows = rows
+        if sequence.snapshot is None:
+            sequence.frontier = 0
+        self._count("pauses")
+        log.info(
+            "request_paused",
+            request_id=sequence.request.request_id,
+            sample=sequence.request.sample_index,
+            snapshot=sequence.snapshot is not None,
+        )
+
+    def _keeps_snapshot(self, sequence: Sequence) -> bool:
+        """Whether the state alone brings a sample back; a replay also rebuilds its draft context.
+
+        A seeded sample must not propose otherwise than it would without the pause.
+        """
+        sampling = sequence.request.sampling
+        seeded = sampling.seed_given and not sampling.greedy and sequence.context is not None
+        return sequence.frontier > 0 and (self._link.all_local or not seeded)
+
+    def _resume_paused(self) -> None:
+        """Brings paused samples back, the oldest first, while there is room for them."""
+        while self._paused:
+            sequence = self._paused[0]
+            positions = len(sequence.tokens) + self._rounds.draft_tokens
+            needed = self._state.pages_of(min(positions, sequence.position_limit))
+            # a page for each resident, so that it is not paused again at once
+            if not self._fits(needed + len(self._resident)):
+                return
+            residency = self._state.acquire(0)
             if residency is None:
                 return
+            sequence.residency = residency
+            snapshot, sequence.snapshot = sequence.snapshot, None
+            if snapshot is not None:
+                restored = self._checkpoints.reclaim(self._state.pages_of(snapshot.frontier))
+                restored = restored and self._host.load(snapshot, residency, snapshot.frontier)
+                assert restored  # `_fits` has counted what can be freed
+                self._host.forget(snapshot)
+            tables = self._rounds.blocks.tables
+            tables.admit(residency.lane, sequence.request)
+            if sequence.output_count:
+                tables.recount(residency.lane, sequence.tokens[sequence.prompt_end :])
             with self._lock:
-                self._waiting.popleft()
-            usage = Usage(
-                prompt_tokens=len(request.prompt_ids) if request.sample_index == 0 else 0,
-                accepted_per_position=[0] * self._rounds.draft_tokens,
-                seed=request.sampling.seed,
-                queue_ns=time.monotonic_ns() - request.arrival_ns,
-            )
-            ticket.record.admitted(usage.queue_ns)
-            self._rounds.blocks.tables.admit(residency.lane, request)
-            sequence = Sequence(
-                ticket=ticket,
-                residency=residency,
-                session=OutputSession(self._text, request),
-                context=self._link.context(ticket.trail) if request.draft_tokens else None,
-                usage=usage,
-                tokens=list(request.prompt_ids),
-            )
-            with self._lock:
+                self._paused.pop(0)
                 self._resident.append(sequence)
+            self._count("resumes")
+
+    def _fits(self, page_count: int) -> bool:
+        """Whether pages could be had without pausing anybody, prompts on their way included."""
+        held = {page for s in self._resident for page in s.residency.pages}
+        promised = sum(
+            max(0, self._state.pages_of(s.prompt_end) - len(s.residency.pages))
+            for s in self._resident
+            if not s.prefilled
+        )
+        # a resident that is alone may take whatever there is
+        return not self._resident or page_count + promised <= self._state.page_count - len(held)
+
+    # ---- admission ----------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Admits waiting samples in order; one that lacks pages may be overtaken B times."""
+        if self._paused:
+            return
+        skipped: list[Ticket] = []
+        for ticket in list(self._waiting):
+            if len(skipped) > self._lanes or any(t.overtaken >= self._lanes for t in skipped):
+                return
+            if not self._state.has_lane:
+                return
+            # a page beyond the prompt, for the first round
+            if not self._fits(self._state.pages_of(len(ticket.request.prompt_ids)) + 1):
+                skipped.append(ticket)
+                continue
+            for each in skipped:
+                each.overtaken += 1
+            self._begin(ticket)
+
+    def _begin(self, ticket: Ticket) -> None:
+        request = ticket.request
+        residency = self._state.acquire(0)
+        assert residency is not None
+        with self._lock:
+            self._waiting.remove(ticket)
+        usage = Usage(
+            prompt_tokens=len(request.prompt_ids) if request.sample_index == 0 else 0,
+            accepted_per_position=[0] * self._rounds.draft_tokens,
+            seed=request.sampling.seed,
+            queue_ns=time.monotonic_ns() - request.arrival_ns,
+        )
+        ticket.record.admitted(usage.queue_ns)
+        self._rounds.blocks.tables.admit(residency.lane, request)
+        leader = self._leader_of(request)
+        drafts = request.draft_tokens > 0
+        self._order += 1
+        sequence = Sequence(
+            ticket=ticket,
+            residency=residency,
+            session=OutputSession(self._text, request),
+            context=self._link.context(ticket.trail) if drafts and leader is None else None,
+            usage=usage,
+            tokens=list(request.prompt_ids),
+            order=self._order,
+            captures=self._captures_of(request) if leader is None else (),
+            leader=leader,
+        )
+        with self._lock:
+            self._resident.append(sequence)
+        if leader is None:
+            self._continue_checkpoint(sequence)
+            if request.sample_index == 0:
+                usage.cached_tokens = sequence.frontier
+
+    def _leader_of(self, request: Request) -> Sequence | None:
+        """The sample of the same request whose prefill another one can share."""
+        return next(
+            (
+                s
+                for s in self._resident
+                if s.request.request_id == request.request_id
+                and s.leader is None
+                and s.frontier < s.prompt_end
+                and not s.output_count
+            ),
+            None,
+        )
+
+    def _captures_of(self, request: Request) -> tuple[int, ...]:
+        if not self._checkpoints.enabled:
+            return ()
+        end = len(request.prompt_ids)
+        return (request.boundary, end) if 0 < request.boundary < end else (end,)
 
     def _drop_cancelled(self) -> None:
         """Ends waiting and prefilling samples that were cancelled; rounds look for themselves."""
@@ -334,7 +595,7 @@ class Engine:
                     self._waiting.remove(ticket)
                 self._forget(ticket)
                 ticket.end(outcome, Usage(seed=ticket.request.sampling.seed))
-        for sequence in list(self._resident):
+        for sequence in [*self._resident, *self._paused]:
             ending = sequence.ticket.cancellation()
             if ending is not None:
                 self._rounds.end(sequence, ending)
@@ -354,9 +615,18 @@ class Engine:
         )
 
     def _release(self, sequence: Sequence) -> None:
-        """Frees lane, slot, pages and the drafter's half."""
+        """Frees lane, slot, pages and the drafter's half, of a paused sample its snapshot."""
         with self._lock:
-            self._resident.remove(sequence)
+            held = self._resident if sequence in self._resident else self._paused
+            held.remove(sequence)
+        for follower in self._resident:
+            if follower.leader is sequence:
+                follower.leader = None
+        if sequence.snapshot is not None:
+            self._host.forget(sequence.snapshot)
+        if sequence.completed:
+            tokens = sequence.tokens[: sequence.frontier]
+            self._checkpoints.capture(sequence.residency, tokens, sequence.context)
         self._state.release(sequence.residency)
         if sequence.context is not None:
             self._link.release(sequence.context)
@@ -386,7 +656,7 @@ class Engine:
         for ticket in waiting:
             self._forget(ticket)
             ticket.end(fault, Usage())
-        for sequence in list(self._resident):
+        for sequence in [*self._resident, *self._paused]:
             self._rounds.end(sequence, fault)
             self._release(sequence)
         self._rounds.deliver()

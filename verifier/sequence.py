@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outrider.faults import FaultError
 from outrider.tracing import Trail
 from verifier.drafter_link import Context
+from verifier.host_images import HostImage
 from verifier.metrics import SampleRecord
 from verifier.preview import OutputSession
 from verifier.request import Delta, Finish, FinishReason, Request, Sink, Usage
@@ -22,6 +23,7 @@ class Ticket:
         self.request = request
         self.sink = sink
         self.record = record
+        self.overtaken = 0  # samples that were admitted before it and came after
         self._aborted = threading.Event()
 
     @property
@@ -70,10 +72,11 @@ class Ticket:
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one resident sample; mutated by the engine thread alone.
+    """State of one admitted sample; mutated by the engine thread alone.
 
     The target has processed [0, frontier); while decoding, ``tokens`` has frontier + 1 entries and
-    the last one is the anchor: chosen, published, not processed.
+    the last one is the anchor: chosen, published, not processed. A sample that was paused without
+    its state goes through its tokens again: nothing of that is chosen or published anew.
     """
 
     ticket: Ticket
@@ -82,8 +85,13 @@ class Sequence:
     context: Context | None  # draft half; None when the request wants no proposals
     usage: Usage
     tokens: list[int]
+    order: int  # of admission: the youngest has the largest
+    captures: tuple[int, ...] = ()  # positions of the prompt to keep as checkpoints, ascending
     frontier: int = 0
     finished: bool = False
+    completed: bool = False  # ended of itself: by a stop or its budget
+    leader: Sequence | None = None  # the sample of the same request that prefills for this one
+    snapshot: HostImage | None = None  # of a paused sample; without one it is replayed
 
     def end(self, outcome: FinishReason | FaultError) -> None:
         """Tells its client that it ended early: an abort still publishes what was held back."""
@@ -106,8 +114,25 @@ class Sequence:
 
     @property
     def prefilled(self) -> bool:
-        """Whether the whole prompt has been processed and the first token chosen."""
-        return len(self.tokens) > self.prompt_end
+        """Whether only the anchor is left to process: the next thing is a round."""
+        return self.frontier == len(self.tokens) - 1 >= self.prompt_end
+
+    @property
+    def replaying(self) -> bool:
+        """Whether generated tokens are to be processed that were published before a pause."""
+        return self.prompt_end <= self.frontier < len(self.tokens) - 1
+
+    @property
+    def needed(self) -> int:
+        """First position at which it drafts or is captured."""
+        if self.output_count:
+            return len(self.tokens) - 1
+        return next((p for p in self.captures if p > self.frontier), self.prompt_end)
+
+    @property
+    def position_limit(self) -> int:
+        """Positions that it may ever process; the last token is published and never processed."""
+        return self.prompt_end + self.request.max_tokens - 1
 
     @property
     def anchor(self) -> int:

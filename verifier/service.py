@@ -127,6 +127,7 @@ class Backend:
         max_prompt_bytes: int | None = None,
         generation_config: dict[str, Any] | None = None,
         reader_timeout_ms: int = 30_000,
+        keeps_prefixes: bool = False,
     ) -> Backend:
         """A backend that is ready now.
 
@@ -138,6 +139,7 @@ class Backend:
             max_prompt_bytes: Largest prompt text; None chooses by the context.
             generation_config: Gives absent sampling fields their values; None leaves them neutral.
             reader_timeout_ms: Longest pause for a reader that is behind.
+            keeps_prefixes: Whether prefixes of prompts are kept.
         """
         limits = Limits(
             vocab_size=model.vocab_size,
@@ -146,6 +148,7 @@ class Backend:
             draft_tokens=model.draft_tokens,
             eos_token_ids=model.eos_token_ids,
             max_prompt_bytes=max_prompt_bytes or validation.default_prompt_bytes(model.max_context),
+            keeps_prefixes=keeps_prefixes,
             defaults=validation.model_defaults(generation_config or {}),
         )
         ready_ns, timeout_ns = time.monotonic_ns(), reader_timeout_ms * 1_000_000
@@ -235,13 +238,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         deadline_ns = _deadline_ns(context, arrival_ns)
         backend = self.backend
         trail = Trail.of(context.invocation_metadata())
-        checked, prompt_ids = await _off_loop(_check, backend, message)
+        checked, prompt_ids, boundary = await _off_loop(_check, backend, message)
         requests = checked.requests(
             prompt_ids,
             backend.limits,
             arrival_ns=arrival_ns,
             deadline_ns=deadline_ns,
             trail=trail,
+            boundary=boundary,
         )
         call = _Call(len(requests), backend.reader_timeout_ns, backend.engine.wake)
         backend.engine.submit(requests, call.sinks)
@@ -513,10 +517,12 @@ async def _off_loop(function: Callable[[Backend, M], R], backend: Backend, messa
     return await asyncio.to_thread(function, backend, message)
 
 
-def _check(backend: Backend, message: pb.GenerateRequest) -> tuple[Checked, tuple[int, ...]]:
+def _check(backend: Backend, message: pb.GenerateRequest) -> tuple[Checked, tuple[int, ...], int]:
     text, limits = backend.text, backend.limits
     checked = validation.check(_unpack_request(message), limits, has_tokenizer=text.has_tokenizer)
-    return checked, validation.prompt_ids(text, _unpack_prompt(message), limits)
+    prompt = _unpack_prompt(message)
+    ids = validation.prompt_ids(text, prompt, limits)
+    return checked, ids, validation.prompt_boundary(text, prompt, ids, limits)
 
 
 def _tokenize(backend: Backend, message: pb.TokenizeRequest) -> pb.TokenizeResponse:

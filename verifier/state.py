@@ -149,6 +149,16 @@ class TargetState:
         return {name: (total - left, left) for name, (total, left) in free.items()}
 
     @property
+    def page_count(self) -> int:
+        """Pages in all."""
+        return len(self._holders)
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether another resident could be taken, pages aside."""
+        return bool(self._free_lanes and self._free_slots)
+
+    @property
     def free_page_count(self) -> int:
         """Pages that nobody holds."""
         return len(self._free_pages)

@@ -202,6 +202,12 @@ class Target:
         return Forward(results.logits, results.hidden, results.features, records)
 
     @torch.inference_mode()
+    def next_logits(self, residency: Residency) -> Tensor:
+        """Logits FP32 [1, 1, V] of the token that follows what a resident has processed."""
+        hidden = self.state.continuation[residency.lane].view(1, 1, -1)
+        return linear(hidden, self.weights.head).float()
+
+    @torch.inference_mode()
     def commit(self, rows: StateRows, forward: Forward, counts: Tensor) -> None:
         """Adopts the first columns of the last verify block, all rows at once.
 

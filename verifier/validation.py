@@ -50,6 +50,7 @@ class Limits:
     eos_token_ids: frozenset[int]
     max_prompt_bytes: int
     defaults: Sampling = field(default_factory=Sampling)  # of absent sampling fields
+    keeps_prefixes: bool = False  # whether it is worth knowing where the next turn may branch off
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Checked:
         arrival_ns: int,
         deadline_ns: int | None,
         trail: Trail = NO_TRAIL,
+        boundary: int = 0,
     ) -> tuple[Request, ...]:
         """One Request a sample, each with its own seed.
 
@@ -139,6 +141,7 @@ class Checked:
             arrival_ns: When the request came, time.monotonic_ns.
             deadline_ns: When it expires, likewise; None never.
             trail: What the call came with, to be found again.
+            boundary: What `prompt_boundary` said.
         """
         room = limits.max_context - len(prompt_ids)
         wanted = self.max_tokens
@@ -158,6 +161,7 @@ class Checked:
                 arrival_ns=arrival_ns,
                 deadline_ns=deadline_ns,
                 trail=trail,
+                boundary=boundary,
             )
             for index in range(self.sample_count)
         )
@@ -245,6 +249,38 @@ def prompt_ids(text: Text, prompt: Prompt, limits: Limits) -> tuple[int, ...]:
         _refuse("PROMPT_TOO_LONG", "prompt", f"at most {most} tokens", len(ids), limit=most)
     _check_ids("token_ids", ids, limits.vocab_size)
     return tuple(ids)
+
+
+def prompt_boundary(text: Text, prompt: Prompt, prompt_ids: Sequence[int], limits: Limits) -> int:
+    """Where the next turn's prompt may leave this one: before the beginning of the answer.
+
+    A template may render an answer otherwise once it lies in the past, without its reasoning for
+    one, so neither the prompt's end nor the answer's is sure to be a prefix of the next prompt.
+    What comes before the answer is.
+
+    Args:
+        text: Renders and tokenizes.
+        prompt: As it came.
+        prompt_ids: Its checked ids.
+        limits: Of the loaded pair.
+
+    Returns:
+        A position below the prompt's end; 0 where there is none or nobody wants to know.
+    """
+    wanted = limits.keeps_prefixes and isinstance(prompt, Chat)
+    if not wanted or prompt.add_generation_prompt is False:  # type: ignore[union-attr]
+        return 0
+    assert isinstance(prompt, Chat)
+    try:
+        before = prompt_text(text, replace(prompt, add_generation_prompt=False), limits)
+    except FaultError:
+        return 0  # a template that insists on the beginning of an answer
+    common = 0
+    for ours, theirs in zip(text.encode(before, rendered=True), prompt_ids, strict=False):
+        if ours != theirs:
+            break
+        common += 1
+    return common if common < len(prompt_ids) else 0
 
 
 def prompt_text(text: Text, prompt: str | Chat | None, limits: Limits) -> str:

@@ -89,6 +89,9 @@ REASONS: Mapping[str, Reason] = MappingProxyType(
         "READER_TOO_SLOW": Reason(_C.RESOURCE_EXHAUSTED, "read faster, or ask for less at once"),
         "DEADLINE_EXPIRED": Reason(_C.DEADLINE_EXCEEDED, "allow more time or fewer tokens"),
         "REQUEST_CANCELLED": Reason(_C.CANCELLED, "nothing; the caller left"),
+        "KV_CAPACITY": Reason(
+            _C.RESOURCE_EXHAUSTED, "shorten the request, or serve with more KV pages"
+        ),
         "LOGITS_NOT_FINITE": Reason(_C.INTERNAL, "check the weights; report it if they are sound"),
         # of a server
         "LOADING": Reason(_C.UNAVAILABLE, "try again when the weights are loaded"),

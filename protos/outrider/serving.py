@@ -637,6 +637,13 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory for unsent features (default: B times the larger of window and chunk)",
     )
     group.add_argument(
+        "--kv-pages",
+        type=int,
+        metavar="N",
+        default=None,
+        help="KV pages of 64 positions, of all requests (default: max context for each of B)",
+    )
+    group.add_argument(
         "--max-queue",
         type=int,
         metavar="N",
