@@ -495,6 +495,9 @@ class Engine:
             tables.admit(residency.lane, sequence.request)
             if sequence.output_count:
                 tables.recount(residency.lane, sequence.tokens[sequence.prompt_end :])
+            if sequence.context is not None:
+                # now, so that a seeded sample waits for its rows to be sent
+                self._link.ensure_open(sequence.context, sequence.frontier, sequence.needed)
             with self._lock:
                 self._paused.pop(0)
                 self._resident.append(sequence)
