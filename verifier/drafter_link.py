@@ -339,7 +339,7 @@ class DrafterLink:
         )
 
     def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
-        """Takes committed feature rows [n, taps * H] at [first_position, first_position + n).
+        """Takes committed feature rows [n, H] at [first_position, first_position + n).
 
         The rows must be the link's own. A sequence whose unsent rows would exceed its share opens
         again at most S rows back: memory stays bounded whatever the drafter's speed, and the

@@ -1,4 +1,4 @@
-"""Committed feature rows of one sequence in host memory: what the drafter may yet have to hear.
+"""Committed, projected feature rows of one sequence in host memory: what the drafter may yet have to hear.
 
 Rows are kept while they are unsent, and the last S of them beyond that, so that a draft context can
 be built again when the drafter was lost. Pieces are never written to again, so forks and
@@ -24,7 +24,7 @@ class FeatureRows:
         return self.end - self.first
 
     def append(self, first_position: int, rows: torch.Tensor) -> None:
-        """Adds rows [n, taps * H] at [first_position, first_position + n).
+        """Adds rows [n, H] at [first_position, first_position + n).
 
         Rows that are there already are skipped; after a gap only the new ones are kept.
         """
