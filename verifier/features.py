@@ -1,4 +1,4 @@
-"""Committed, projected feature rows of one sequence in host memory: what the drafter may yet have to hear.
+"""Projected feature rows of one sequence in host memory: what the drafter may yet have to hear.
 
 Rows are kept while they are unsent, and the last S of them beyond that, so that a draft context can
 be built again when the drafter was lost. Pieces are never written to again, so forks and
