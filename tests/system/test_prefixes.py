@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from outrider.checkpoint import bundled
 from outrider.client import Completion
 from tests.faults.doubles import Foretelling, plant
 from tests.system.conftest import greedy, prompt
@@ -218,3 +219,47 @@ def test_a_checkpoint_is_not_used_beyond_what_it_was_captured_for(dense, serve, 
             cold[penalty] = completion.token_ids
         assert completion.token_ids == cold[penalty]
     assert cold[0.0] != cold[1.5]
+
+
+@pytest.fixture
+def thinking(serve):
+    """The bundled pair, whose template opens a think block and drops earlier reasoning."""
+    folder = bundled("target").parent
+    return serve(folder, "dflash2", checkpoint_slots=8, max_context=4096, prefill_chunk=256)
+
+
+def test_a_second_turn_with_thinking_does_not_process_the_first_again(thinking):
+    """Neither the first prompt's end nor its answer's is a prefix of the second prompt."""
+    pair, client = thinking
+    document = "\n".join(f"def step_{i}(x):\n    return x + {i * i}\n" for i in range(180))
+    turns = [{"role": "user", "content": f"Explain:\n{document}"}]
+    arguments = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    first = client.generate(messages=turns, **arguments)
+    assert first.usage.prompt_tokens > 3000
+    settled(pair)
+    turns += [
+        {"role": "assistant", "content": first.text, "reasoning_content": "long thoughts"},
+        {"role": "user", "content": "Now in one line."},
+    ]
+    warm = client.generate(messages=turns, **arguments)
+    settled(pair)
+    opening = client.tokenize(messages=turns[:1]).token_ids
+    # all of the first turn up to the beginning of its answer
+    assert len(opening) - 8 <= warm.usage.cached_tokens < len(opening)
+    pair.verifier.engine._checkpoints.clear()
+    cold = client.generate(messages=turns, **arguments)
+    assert cold.usage.cached_tokens == 0
+    assert warm.token_ids == cold.token_ids
+    assert warm.usage.ttft_ns < 0.5 * cold.usage.ttft_ns
+    pair.expect_nothing_left()
+
+
+def test_an_answer_without_thinking_is_a_prefix_of_the_next_turn(thinking):
+    pair, client = thinking
+    turns = [{"role": "user", "content": "Count."}]
+    arguments = {"temperature": 0, "enable_thinking": False, "max_tokens": 64, "ignore_eos": True}
+    first = client.generate(messages=turns, **arguments)
+    settled(pair)
+    again = client.generate(messages=turns, **arguments)
+    assert again.usage.cached_tokens == again.usage.prompt_tokens
+    assert again.token_ids == first.token_ids
