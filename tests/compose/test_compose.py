@@ -367,19 +367,18 @@ def test_each_rule_fires_when_it_should_and_not_before():
 
 
 def test_every_metric_of_dashboard_and_rules_exists(deployment):
-    served = deployment.fetch(9464, "/metrics") + deployment.fetch(9465, "/metrics")
+    served = "".join(deployment.fetch(port, "/metrics") for port in (9464, 9465, 29000))
     kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", served, re.M))
     known = {"up"}
     for name, kind in kinds.items():
         parts = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
         known |= {name + part for part in parts}
-    named = {m for each in expressions() for m in re.findall(r"\b(?:outrider_\w+|up\b)", each)}
-    assert len(named) > 25
+    text = "".join(expressions())
+    named = set(re.findall(r"\b(?:outrider_\w+|smg_\w+|up\b)", text))
+    assert len(named) > 30
     assert named <= known
     # and the labels that they choose by
-    for metric, label in re.findall(
-        r"(outrider_\w+)\{[^}]*?(\w+)(?:=|!=|=~|!~)\"", "".join(expressions())
-    ):
+    for metric, label in re.findall(r"(outrider_\w+)\{[^}]*?(\w+)(?:=|!=|=~|!~)\"", text):
         if label != "instance":
             assert re.search(rf"^{metric}\{{[^}}]*\b{label}=", served, re.M), (metric, label)
 
