@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import random
 import threading
 import time
 import zipfile
@@ -21,6 +22,7 @@ from outrider import serving
 from outrider.checkpoint import bundled
 from outrider.client import Client
 from outrider.faults import from_rpc_error
+from outrider.security import ServerSecurity
 from outrider.v1 import generation_service_pb2 as own_pb
 from tests.tiny_pair import Pair, served
 from verifier.options import OptionError, VerifierOptions
@@ -282,6 +284,73 @@ def test_a_running_id_is_taken_for_both_protocols(stub, own):
     assert refusal(stub, message) == ("REQUEST_ID_TAKEN", "ALREADY_EXISTS")
     assert own.abort(message.request_id)
     list(call)
+
+
+# --- the limits of the port hold for it too
+
+
+def test_bytes_that_are_no_message_end_their_call_and_nobody_else_s(stub, pair):
+    running = stub.Generate(request(max_tokens=200, ignore_eos=True, stream=True), timeout=60)
+    next(running)
+    draw = random.Random(5)
+    with grpc.insecure_channel(pair.address) as channel:
+        for method in ("Generate", "Abort", "GetLoads", "GetTokenizer", "FlushCache"):
+            call = channel.unary_stream(f"/{serving.GATEWAY_SERVICE}/{method}")
+            for size in (1, 7, 200):
+                with pytest.raises(grpc.RpcError) as caught:
+                    # a tag of wire type 7 is none
+                    list(call(b"\x0f" + draw.randbytes(size), timeout=20))
+                assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, method
+    assert list(running)[-1].complete.completion_tokens == 200
+
+
+def test_a_reader_that_stops_loses_its_lane(tmp_path):
+    with (
+        served(
+            bundled("target"),
+            bundled("dflash2"),
+            gateway=True,
+            max_context=1024,
+            max_concurrency=1,
+            reader_timeout_ms=300,
+        ) as pair,
+        grpc.insecure_channel(
+            pair.address,
+            options=[("grpc.http2.lookahead_bytes", 16384), ("grpc.http2.bdp_probe", 0)],
+        ) as channel,
+    ):
+        stub = pb_grpc.VllmEngineStub(channel)
+        stuck = stub.Generate(
+            request(max_tokens=900, ignore_eos=True, logprobs=20, stream=True), timeout=120
+        )
+        next(stuck)
+        with Client(pair.address) as client:
+            # the only lane
+            assert client.generate(PROMPT, max_tokens=2, ignore_eos=True, timeout=60).token_ids
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stuck)
+        assert from_rpc_error(caught.value).reason == "READER_TOO_SLOW"
+
+
+def test_a_port_that_wants_a_token_wants_it_here_too(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret-token\n")
+    with (
+        served(
+            bundled("target"),
+            bundled("dflash2"),
+            gateway=True,
+            max_context=64,
+            security=ServerSecurity(token_file=tokens),
+        ) as pair,
+        grpc.insecure_channel(pair.address) as channel,
+    ):
+        stub = pb_grpc.VllmEngineStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        shown = (("authorization", "Bearer secret-token"),)
+        assert stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20, metadata=shown).vocab_size
 
 
 # --- what a gateway asks once, or now and then
