@@ -22,11 +22,13 @@ import drafter.__main__ as drafter_process
 from drafter.config import DrafterOptions
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
+from outrider.tracing import Tracer
 from tests.system.conftest import greedy, prompt
 from tests.system.test_drafter_away import free_port
 from tests.tiny_pair import Pair
 from verifier.__main__ import Plan
 from verifier.config import TargetConfig
+from verifier.metrics import VerifierMetrics
 from verifier.options import VerifierOptions
 from verifier.request import Delta, Finish, FinishReason, Request, Sampling
 from verifier.scheduler import Engine
@@ -53,6 +55,17 @@ class Recorder:
         raise AssertionError(fault)
 
 
+class NoServer:
+    """What a served verifier would bring beside its engine."""
+
+    def __init__(self) -> None:
+        self.metrics = VerifierMetrics()
+        self.tracer = Tracer("outrider-verifier")
+
+    def drafter_connected(self, connected: bool) -> None:
+        pass
+
+
 class Services:
     """A verifier's engine that nobody runs but the test, and a drafter that can be replaced."""
 
@@ -76,7 +89,7 @@ class Services:
             facts = TargetFacts.read(target)
             plan = Plan(options, TargetConfig.read(facts), facts, DraftFacts.load(draft, facts))
             self.engine: Engine
-            self.engine, _ = plan.build(target, draft, None)  # type: ignore[arg-type]
+            self.engine, _ = plan.build(target, draft, NoServer())  # type: ignore[arg-type]
         self.engine._link.start()
         self.wait_until_connected()
 
