@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.finish_seen: Finish | None = None
-        self.gone = False
+        self.gone = self.full = self.overdue = False
 
     def delta(self, delta: Delta) -> None:
         self.token_ids += delta.token_ids
