@@ -173,6 +173,9 @@ def _edge(method: Handler[M, R]) -> Handler[M, R]:
         except FaultError as error:
             fault = error
             ending = fault.code.name
+        except grpc.aio.InternalError:
+            # core could not hand a message over: the client has gone
+            raise asyncio.CancelledError from None
         except Exception:
             if context.done():
                 # the client left while a message was on its way to it

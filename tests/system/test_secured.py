@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,6 +181,38 @@ def test_a_wrong_token_for_the_drafter_is_told_and_requests_run_plainly(dense, t
     ):
         assert client.generate(prompt_ids=prompt(9), max_tokens=5).usage.proposed == 0
         assert client.server_info().drafter_detail.startswith("TOKEN_INVALID: authorization")
+
+
+def test_serve_secures_the_public_port_and_ends_on_sigterm(dense, authority, tmp_path):
+    own = authority.issue("verifier")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    command = [sys.executable, "-m", "outrider.cli", "serve", "--listen=127.0.0.1:0"]
+    command += [f"--target={dense / 'target'}", f"--draft={dense / 'dflash2'}", "--device=cpu"]
+    command += [f"--tls-cert={own.certificate}", f"--tls-key={own.key}", f"--token-file={tokens}"]
+    command += ["--metrics-listen=0", "--drafter-metrics-listen=0", "--max-context=256"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+        try:
+            address = it.stdout.readline().split()[-1]
+            ours = ClientSecurity(authority.ca, token_file=tokens)
+            with Client(address, credentials=ours.credentials(), token=ours.token()) as client:
+                deadline = time.monotonic() + 20
+                while client.server_info().drafter_state != "connected":
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                assert client.generate(prompt_ids=prompt(9), max_tokens=20).usage.proposed > 0
+        finally:
+            it.terminate()
+            _, log = it.communicate(timeout=60)
+    assert it.returncode == 0
+    ready = {event["event"]: event for event in map(json.loads, filter(is_json, log.splitlines()))}
+    for name in ("verifier_ready", "drafter_ready"):
+        assert ready[name]["metrics_address"].startswith("127.0.0.1:")
+    assert TOKEN not in log
+
+
+def is_json(line: str) -> bool:
+    return line.startswith("{")
 
 
 def test_the_command_line_and_the_async_client_speak_tls(dense, authority, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -15,6 +16,7 @@ import structlog
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider import cli
+from outrider.cli import top
 from outrider.cli.top import Scrape
 from outrider.client import ClientError
 from outrider.tracing import Tracer
@@ -206,6 +208,26 @@ def test_top_shows_both_services_as_they_are(dense, serve, capsys):
     assert "no metrics there" in shown, "of the drafter's"
     assert cli.main(["top", "--metrics=127.0.0.1:1", "--drafter-metrics=127.0.0.1:1"]) == 1
     assert "--metrics-listen" in capsys.readouterr().err
+
+
+def test_top_draws_both_services(dense, serve):
+    from rich.console import Console
+
+    pair, client = serve(dense, "dflash2", draft_tokens=K)
+    client.generate(prompt_ids=prompt(9), max_tokens=40, temperature=0, ignore_eos=True)
+    verifier, drafter = look(pair)
+    panels = (
+        top.Panel("verifier", top.verifier_lines(top.Change(Scrape(), verifier))),
+        top.Panel("drafter", [], "no metrics there: [Errno 111]"),
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(top._drawn(panels))
+    shown = console.export_text()
+    assert "accept length" in shown and "no metrics there: [Errno 111]" in shown
+    lines = dict(top.drafter_lines(top.Change(Scrape(), drafter)))
+    assert (lines["verifiers"], lines["contexts"]) == ("1", "0 of 4")
+    assert lines["faults since start"] == "none"
+    assert lines["round"].startswith("total ")
 
 
 # --- trails
