@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from outrider.cli import info
+from outrider import cli
 from outrider.client import Client, ClientError
 from tests.shrunken import save_shrunken
 from tests.tiny_pair import served
@@ -62,7 +61,7 @@ def test_a_server_of_drawn_weights_says_so(shrunken: Path):
             assert client.server_info().load_format == "random"
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            assert info.run(Namespace(address=pair.address, json=False)) == 0
+            assert cli.main(["info", f"--address={pair.address}"]) == 0
     assert "the output is noise" in printed.getvalue()
 
 
