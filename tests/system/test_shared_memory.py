@@ -115,7 +115,8 @@ def test_rows_that_are_nowhere_end_the_stream(dense, serve, shared, where, reaso
         )
         memory = OfferedMemory.open(made.offer(), config.feature_width, dtype)
         made.unlink()
-    rounds = DraftRounds(config, engine._graphs, 1, Counter(), memory)
+    checkpoints = engine._checkpoints.claim(bytes(16), 0)
+    rounds = DraftRounds(config, engine._graphs, 1, checkpoints, Counter(), memory)
     row = wire.RoundRow(sequence_id=1, epoch=1, shared_features=where)
     for event in (
         {"features": wire.Features(sequence_id=1, epoch=1, shared_rows=where)},

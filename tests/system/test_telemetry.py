@@ -15,6 +15,9 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+import drafter.metrics
+import verifier.metrics
+import verifier.rounds
 from outrider import cli
 from outrider.cli import top
 from outrider.cli.top import Scrape
@@ -235,17 +238,20 @@ def test_top_draws_both_services(dense, serve):
 
 @pytest.fixture
 def events(monkeypatch):
-    """Log events of both services, at every level, as dictionaries."""
+    """Log events of both services about requests, at every level, as dictionaries."""
     seen: list[dict[str, object]] = []
-    before = structlog.get_config()
 
     def keep(logger, method, event):
         seen.append({"level": method, **event})
         raise structlog.DropEvent
 
-    structlog.configure(processors=[keep], wrapper_class=structlog.BoundLogger)
-    yield seen
-    structlog.configure(**before)
+    listening = structlog.wrap_logger(
+        None, processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(0)
+    )
+    # the modules' own loggers remember how logs were set up when they were first used
+    for module in (verifier.metrics, verifier.rounds, drafter.metrics):
+        monkeypatch.setattr(module, "log", listening)
+    return seen
 
 
 def start(client_channel: grpc.Channel, request_id: str, **metadata: str):
