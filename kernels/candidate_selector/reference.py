@@ -23,36 +23,51 @@ def candidate_selector(
     rows, positions, k = ids.shape
     if rows == 0 or positions == 0:
         return ids.new_zeros(rows, positions), torch.zeros_like(scores)
-    # the predecessor of every edge, the anchor k times at position 0
-    previous = torch.cat([anchors.view(-1, 1, 1).expand(-1, 1, k), ids[:, :-1]], dim=1)
-    left = predecessor[previous].float() * projected.float().unsqueeze(2)
-    edges = left @ successor[ids].float().transpose(2, 3)
-    edges += scores.unsqueeze(2)  # [B, P, k predecessors, k candidates]
-
+    table = edges(scores, ids, projected, predecessor, successor, anchors)
     greedy = temperatures <= 0.0
-    best = edges.max(dim=3)
-    choices = best.indices
+    choices = table.max(dim=3).indices
     if greedy.all():
-        ranks = _walk(choices)
+        ranks = walk(choices)
         q = torch.zeros_like(scores)
         q.scatter_(2, ranks.unsqueeze(2), 1.0)
     else:
-        divisors = torch.where(greedy, 1.0, temperatures).view(-1, 1, 1, 1)
-        weights = edges.sub_(best.values.unsqueeze(3)).div_(divisors).exp_()
-        q = weights.div_(weights.sum(dim=3, keepdim=True))
-        drawn = _draw(q, seeds, frontiers)
+        q = laws(table, temperatures)
+        drawn = draw(q, seeds, frontiers)
         if greedy.any():
             greedy = greedy.view(-1, 1, 1)
             one_hot = torch.zeros_like(q).scatter_(3, choices.unsqueeze(3), 1.0)
             q = torch.where(greedy.unsqueeze(3), one_hot, q)
             drawn = torch.where(greedy, choices, drawn)
-        ranks = _walk(drawn)
+        ranks = walk(drawn)
         conditions = torch.cat([torch.zeros_like(ranks[:, :1]), ranks[:, :-1]], dim=1)
         q = q.gather(2, conditions.view(rows, positions, 1, 1).expand(-1, -1, 1, k)).squeeze(2)
     return ids.gather(2, ranks.unsqueeze(2)).squeeze(2), q
 
 
-def _draw(q: Tensor, seeds: Tensor, frontiers: Tensor) -> Tensor:
+def edges(
+    scores: Tensor,
+    ids: Tensor,
+    projected: Tensor,
+    predecessor: Tensor,
+    successor: Tensor,
+    anchors: Tensor,
+) -> Tensor:
+    """Edges [B, P, k predecessors, k candidates]; at position 0 every predecessor is the anchor."""
+    k = ids.shape[2]
+    previous = torch.cat([anchors.view(-1, 1, 1).expand(-1, 1, k), ids[:, :-1]], dim=1)
+    left = predecessor[previous].float() * projected.float().unsqueeze(2)
+    table = left @ successor[ids].float().transpose(2, 3)
+    return table.add_(scores.unsqueeze(2))
+
+
+def laws(table: Tensor, temperatures: Tensor) -> Tensor:
+    """The law that each predecessor's edges imply, at temperature 1 in greedy rows."""
+    divisors = torch.where(temperatures <= 0.0, 1.0, temperatures).view(-1, 1, 1, 1)
+    weights = table.sub(table.amax(dim=3, keepdim=True)).div_(divisors).exp_()
+    return weights.div_(weights.sum(dim=3, keepdim=True))
+
+
+def draw(q: Tensor, seeds: Tensor, frontiers: Tensor) -> Tensor:
     """Rank drawn from each q [B, P, k, k]; every predecessor of a position shares its draw."""
     positions, k = q.shape[1], q.shape[3]
     step = torch.arange(positions, device=q.device)
@@ -65,7 +80,7 @@ def _draw(q: Tensor, seeds: Tensor, frontiers: Tensor) -> Tensor:
     return rank
 
 
-def _walk(choices: Tensor) -> Tensor:
+def walk(choices: Tensor) -> Tensor:
     """Follows choices [B, P, k] from predecessor to choice; returns ranks [B, P]."""
     paths = []
     for row in choices.tolist():

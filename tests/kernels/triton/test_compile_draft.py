@@ -1,6 +1,7 @@
 """Kernels of drafting and sampling compile for sm_90 at the official constants."""
 
 import importlib
+import re
 
 import pytest
 
@@ -132,6 +133,17 @@ CASES = {
         {"BLOCK_C": 16, "BLOCK_R": 256},
         {},
     ),
+    "tree": (
+        "candidate_tree._grow_kernel",
+        typed(
+            bf16="projected predecessor successor",
+            fp32="scores temperatures probabilities",
+            int64="ids anchors seeds frontiers nodes paths tokens parents depths counts "
+            "candidate_ids",
+        ),
+        {"NODES": 32, "BLOCK_C": 16, "BLOCK_R": 256},
+        {},
+    ),
     "distribution-process": (
         "target_distribution._process_kernel",
         typed(
@@ -209,8 +221,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_compiles_within_shared_memory(case):
+def built(case):
+    """The compiled kernel of a case."""
     place, types, constants, options = CASES[case]
     op, name = place.split(".")
     kernel = getattr(importlib.import_module(f"kernels.{op}.kernel"), name)
@@ -226,6 +238,28 @@ def test_compiles_within_shared_memory(case):
             (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
         },
     )
-    built = triton.compile(source, target=HOPPER, options=options)
-    assert built.asm["cubin"]
-    assert built.metadata.shared <= SHARED_MEMORY
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_within_shared_memory(case):
+    kernel = built(case)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+
+
+def test_tree_and_selector_sum_in_the_same_order():
+    """A sum's order follows the layout the compiler gives it; equal bits need equal layouts."""
+
+    def sums(case):
+        text = built(case).asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, flags=re.MULTILINE))
+        operands = re.findall(r"\}\) : \(tensor<(\w+), (#ttg\.slice<[^>]*>|#\w+)>\) ->", text)
+        return {
+            (shape, re.sub(r"#(?!ttg)\w+", lambda found: layouts[found[0]], layout))
+            for shape, layout in operands
+            if "f32" in shape
+        }
+
+    assert len(sums("selector")) >= 2
+    assert sums("selector") <= sums("tree")
