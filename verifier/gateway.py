@@ -8,6 +8,7 @@ calls itself, from the tokenizer that it fetches here. Needs the extra `gateway`
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import io
@@ -31,6 +32,7 @@ from outrider.v1 import generation_service_pb2 as pb
 from verifier.service import GenerationService
 
 _CHUNK_BYTES = 1 << 20  # of a tokenizer on its way
+_FLUSH_POLL_S = 0.05
 _U64 = (1 << 64) - 1
 
 _FINISH_REASONS: Mapping[int, str] = {
@@ -171,21 +173,18 @@ class VllmEngine(engine_grpc.VllmEngineServicer):  # type: ignore[misc]
         )
 
     async def GetLoads(self, message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """What runs and waits now. A sample holds a lane and all its pages to its end."""
+        """What runs and waits now."""
         answer = await self._service.GetServerInfo(pb.GetServerInfoRequest(), context)
         running, waiting = answer.resident_requests, answer.queued_requests
-        backend = self._service.backend
-        used, free = backend.engine.occupancy()["pages"]
-        token_usage = used / (used + free)
-        capacity = answer.max_concurrency * backend.model.max_context
+        held, capacity = self._service.backend.engine.positions()
         load = engine_pb.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             num_total_reqs=running + waiting,
             max_running_requests=answer.max_concurrency,
-            num_used_tokens=round(token_usage * capacity),
+            num_used_tokens=held,
             max_total_num_tokens=capacity,
-            token_usage=token_usage,
+            token_usage=held / capacity,
             utilization=running / answer.max_concurrency,
             gen_throughput=self._throughput.measure(answer.counters["output_tokens"]),
         )
@@ -208,8 +207,19 @@ class VllmEngine(engine_grpc.VllmEngineServicer):  # type: ignore[misc]
         yield common_pb2.GetTokenizerChunk(sha256=hashlib.sha256(bundle).hexdigest())
 
     async def FlushCache(self, message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """Nothing outlives its request here, so there is never anything to drop."""
-        return common_pb2.FlushCacheResponse(success=True, message="no prefix is kept")
+        """Drops the kept prefixes once nothing runs, if that comes within the time given."""
+        try:
+            engine = self._service.backend.engine
+        except FaultError as fault:
+            await abort_async(context, fault)
+        end = time.monotonic() + message.timeout_s
+        while not await asyncio.wrap_future(engine.forget_prefixes()):
+            if time.monotonic() >= end:
+                return common_pb2.FlushCacheResponse(
+                    success=False, message="requests run or wait; nothing was dropped"
+                )
+            await asyncio.sleep(_FLUSH_POLL_S)
+        return common_pb2.FlushCacheResponse(success=True, message="every kept prefix was dropped")
 
     async def Embed(self, message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Refused."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import structlog
@@ -93,6 +94,7 @@ class Engine:
         self._live: dict[tuple[str, int], Ticket] = {}
         self._resident: list[Sequence] = []
         self._paused: list[Sequence] = []
+        self._forgettings: list[Future[bool]] = []  # asked for, not yet answered
         self._order = 0
         self._wake = threading.Event()
         self._draining = False
@@ -200,6 +202,24 @@ class Engine:
         """Used and free lanes, state slots and pages."""
         return self._state.occupancy()
 
+    def positions(self) -> tuple[int, int]:
+        """Positions in the pages that running samples hold, and in all pages.
+
+        What checkpoints alone hold counts as free, since they give way.
+        """
+        with self._lock:
+            residents = list(self._resident)
+        held = {page for s in residents for page in tuple(s.residency.pages)}
+        return len(held) * self._state.page_size, self._state.page_count * self._state.page_size
+
+    def forget_prefixes(self) -> Future[bool]:
+        """Drops every checkpoint soon; False, and nothing is dropped, if samples run or wait."""
+        asked: Future[bool] = Future()
+        with self._lock:
+            self._forgettings.append(asked)
+        self.wake()
+        return asked
+
     def drain(self, grace_s: float) -> bool:
         """Takes no new requests and waits for the live ones; True when all ended in time."""
         with self._lock:
@@ -246,6 +266,7 @@ class Engine:
         """One chunk and one round at most; False when there was nothing to run."""
         self._link.poll()
         self._drop_cancelled()
+        self._forget_if_asked()
         self._resume_paused()
         self._admit()
         prefilled = self._prefill()
@@ -652,6 +673,16 @@ class Engine:
     def _count(self, name: str) -> None:
         with self._lock:
             self._counters[name] += 1
+
+    def _forget_if_asked(self) -> None:
+        with self._lock:
+            asked, self._forgettings = self._forgettings, []
+            idle = not self._live
+        if asked and idle:
+            self._checkpoints.clear()
+        for each in asked:
+            if each.set_running_or_notify_cancel():
+                each.set_result(idle)
 
     def _end_all(self, fault: FaultError) -> None:
         with self._lock:

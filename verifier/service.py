@@ -11,6 +11,7 @@ import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -72,8 +73,11 @@ class Engine(Protocol):
     def status(self) -> EngineStatus:
         """What runs and waits now."""
 
-    def occupancy(self) -> dict[str, tuple[int, int]]:
-        """Used and free lanes, state slots and pages."""
+    def positions(self) -> tuple[int, int]:
+        """Positions in the pages that running samples hold, and in all pages."""
+
+    def forget_prefixes(self) -> Future[bool]:
+        """Drops every checkpoint soon; False, and nothing is dropped, if samples run or wait."""
 
 
 @dataclass(frozen=True)

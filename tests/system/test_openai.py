@@ -90,7 +90,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     log = tmp_path_factory.mktemp("drafter") / "log"
     flags = ("--listen=127.0.0.1:0", f"--max-context={CONTEXT}", "--device=cpu")
     # room for every verifier of this module
-    with service("drafter", log, *flags, "--max-concurrency=6") as program:
+    with service("drafter", log, *flags, "--max-concurrency=6", "--checkpoint-slots=4") as program:
         yield program
 
 
@@ -251,11 +251,13 @@ def test_one_verifier_is_enough_and_one_that_is_full_answers_429(drafter, own, t
     endless = asked | {"max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
     expected = own.generate(PROMPT, max_tokens=24, temperature=0)
     with (
-        verifier(tmp_path / "verifier", drafter, "--max-queue=0") as only,
+        verifier(tmp_path / "verifier", drafter, "--max-queue=0", "--checkpoint-slots=4") as only,
         fronted(tmp_path / "gateway", only) as client,
     ):
-        answer = client.completions.create(**asked, max_tokens=24)
-        assert answer.choices[0].text == expected.text
+        for cached in (0, expected.usage.prompt_tokens):
+            answer = client.completions.create(**asked, max_tokens=24)
+            assert answer.choices[0].text == expected.text
+            assert answer.usage.prompt_tokens_details.cached_tokens == cached
         streams = [client.completions.create(**endless) for _ in range(2)]
         for stream in streams:
             next(iter(stream))

@@ -385,13 +385,51 @@ def test_loads_count_what_runs_and_the_tokens_since_the_last_look(stub, pair):
     busy = load()
     assert (busy.num_running_reqs, busy.num_waiting_reqs, busy.max_running_requests) == (1, 0, 4)
     assert busy.utilization == 0.25
-    # pages for the whole context, of those for four of them
-    assert (busy.num_used_tokens, busy.max_total_num_tokens) == (CONTEXT, 4 * CONTEXT)
-    assert busy.token_usage == 0.25
+    # whole pages, of those for four contexts
+    assert busy.max_total_num_tokens == 4 * CONTEXT
+    assert 0 < busy.num_used_tokens <= CONTEXT and busy.num_used_tokens % 64 == 0
+    assert busy.token_usage == busy.num_used_tokens / (4 * CONTEXT)
     call.cancel()
     pair.expect_idle()
     completes(stub, request(max_tokens=16))
     assert load().gen_throughput > 0
+
+
+def test_kept_prefixes_are_counted_as_cached_and_flushed_when_nothing_runs():
+    def flush(timeout_s: float) -> common_pb2.FlushCacheResponse:
+        return stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=timeout_s), timeout=60)
+
+    with (
+        served(
+            bundled("target"),
+            bundled("dflash2"),
+            gateway=True,
+            max_context=CONTEXT,
+            checkpoint_slots=4,
+        ) as pair,
+        grpc.insecure_channel(pair.address) as channel,
+    ):
+        stub = pb_grpc.VllmEngineStub(channel)
+        long = "def main():\n    return [" + "1, " * 40
+        cached = []
+        for _ in range(2):
+            (complete,) = completes(stub, request(prompt=long, max_tokens=4))
+            cached.append(complete.cached_tokens)
+            pair.expect_idle()
+        assert cached == [0, len(ids_of(long))]
+        # what only checkpoints hold gives way, and is no load
+        (load,) = stub.GetLoads(pb.GetLoadsRequest(), timeout=20).loads
+        assert load.token_usage == 0
+
+        running = stub.Generate(request(max_tokens=300, ignore_eos=True, stream=True), timeout=60)
+        next(running)
+        refused = flush(0)
+        assert not refused.success and "run" in refused.message
+        # waits for it to end
+        assert flush(60).success
+        assert list(running)[-1].complete.completion_tokens == 300
+        (complete,) = completes(stub, request(prompt=long, max_tokens=4))
+        assert complete.cached_tokens == 0
 
 
 def test_the_tokenizer_bundle_is_complete_and_named_by_its_digest(stub):
