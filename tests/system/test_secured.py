@@ -231,6 +231,11 @@ def test_the_command_line_and_the_async_client_speak_tls(dense, authority, capsy
         capsys.readouterr()
         assert cli.main([*words, f"--tls-ca={caller.key}"]) == 2
         assert "--tls-ca: expected PEM certificates" in capsys.readouterr().err
+        assert cli.main(["health", address, *files]) == 0
+        assert cli.main(["health", address, "--timeout=2"]) == 1
+        load = ["bench", "serve", address, "--concurrency=1", "--duration=0.1"]
+        assert cli.main([*load, "--prompt-tokens=2", "--max-tokens=4", *files]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith("c=1     on")
 
         async def ask() -> int:
             ours = ClientSecurity(authority.ca, caller.certificate, caller.key)
