@@ -502,6 +502,7 @@ class DrafterLink:
                 sequence_id=context.sequence_id,
                 epoch=context.epoch,
                 context_frontier=rows.end,
+                trail=_packed(context.trail),
             )
         )
 
@@ -522,6 +523,7 @@ class DrafterLink:
                     sequence_id=context.sequence_id,
                     epoch=context.epoch,
                     context_frontier=source.sent_frontier,
+                    trail=_packed(context.trail),
                 )
             )
         return context

@@ -60,6 +60,9 @@ class VerifierMetrics(Metrics):
             ("accepted", "Of these, tokens that passed."),
         ):
             self.reading("counter", f"{kind}_tokens", meaning, self._reader(kind))
+        self.prefixes = self.counter(
+            "prefix_cache", "Prompts that ended, by whether they continued a checkpoint.", "result"
+        )
         seconds = self.histogram
         self.queue = seconds("queue_seconds", "From arrival to admission.")[""]
         self.ttft = seconds("ttft_seconds", "From arrival to the first token.")[""]
@@ -138,6 +141,18 @@ class VerifierMetrics(Metrics):
             },
             "direction",
         )
+        self.reading(
+            "counter",
+            "checkpoint_events",
+            "What happened to prefix checkpoints.",
+            lambda: {
+                name: float(count) for name, count in dict(engine.checkpoints.counters).items()
+            },
+            "event",
+        )
+        self.reading(
+            "gauge", "checkpoints", "Prefixes kept.", lambda: float(len(engine.checkpoints))
+        )
         for name, meaning in (
             ("lanes", "Resident samples at most."),
             ("state_slots", "GDN states."),
@@ -194,9 +209,11 @@ class VerifierMetrics(Metrics):
     def sample_ended(self, outcome: str, request: Request, usage: Usage, total_ns: int) -> None:
         """The one end of a sample."""
         self.outcomes[outcome] += 1
-        if usage.output_tokens:
-            self._tokens["prompt"] += len(request.prompt_ids)
-            self._tokens["cached"] += usage.cached_tokens
+        # samples of one request share its prompt, which counts once
+        self._tokens["prompt"] += usage.prompt_tokens
+        self._tokens["cached"] += usage.cached_tokens
+        if usage.prompt_tokens and usage.output_tokens:
+            self.prefixes["hit" if usage.cached_tokens else "miss"] += 1
         self.requests.observe(total_ns / 1e9)
 
 

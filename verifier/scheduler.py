@@ -189,6 +189,11 @@ class Engine:
         """The drafter's end, for metrics."""
         return self._link
 
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Kept prefixes, for metrics."""
+        return self._checkpoints
+
     def states(self) -> dict[str, float]:
         """Samples by state."""
         with self._lock:

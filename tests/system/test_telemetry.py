@@ -103,7 +103,7 @@ def test_the_metrics_of_both_services_add_up_to_the_usage_of_the_requests(dense,
     for name, count in (("lanes", 2), ("state_slots", 2)):
         assert verifier.values[f"{V}_{name}"] == {"used": 0, "free": count}
     assert verifier.values[f"{V}_pages"]["used"] == 0
-    assert verifier.values[f"{V}_samples"] == {"waiting": 0, "running": 0}
+    assert verifier.values[f"{V}_samples"] == {"waiting": 0, "running": 0, "paused": 0}
     # the two ends agree on what went between them
     events, link = drafter.values[f"{D}_events_total"], verifier.values[f"{V}_link_events_total"]
     assert events["rounds"] == link["rounds"] == drafter.value(f"{D}_round_seconds_count", "total")
@@ -173,6 +173,29 @@ def test_rounds_without_a_drafter_are_counted_by_that_cause(dense, serve):
     assert plain["budget"] == 1, "the last one"
     assert verifier.value(f"{V}_drafter_connected") == 0
     assert verifier.value(f"{V}_link_events_total", "losses") == 1
+
+
+def test_prefix_hits_are_counted_and_forks_and_restores_carry_their_trail(dense, serve, events):
+    pair, client = serve(
+        dense, "dflash2", draft_tokens=K, checkpoint_slots=4, prefill_chunk=16, max_concurrency=2
+    )
+    arguments = {"prompt_ids": prompt(64), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    first = client.generate(request_id="first", **arguments)
+    second = client.generate(request_id="second", **arguments)
+    client.samples(request_id="forked", n=2, **arguments | {"prompt_ids": prompt(40, seed=1)})
+    pair.expect_idle()
+    verifier, _ = look(pair)
+    assert first.usage.cached_tokens == 0 < second.usage.cached_tokens
+    assert second.token_ids == first.token_ids
+    assert verifier.values[f"{V}_prefix_cache_total"] == {"hit": 1, "miss": 2}
+    assert verifier.value(f"{V}_cached_tokens_total") == second.usage.cached_tokens
+    assert verifier.value(f"{V}_prompt_tokens_total") == 64 + 64 + 40, "samples share a prompt"
+    kept = verifier.values[f"{V}_checkpoint_events_total"]
+    assert kept["hits"] == 1 and kept["captures"] >= 2
+    assert verifier.value(f"{V}_checkpoints") >= 2
+    begun = {e["how"]: e for e in events if e["event"] == "context_begun"}
+    assert begun["restore"]["request_id"] == "second"
+    assert begun["fork"]["request_id"] == "forked"
 
 
 def test_the_operations_page_explains_every_metric_and_no_other(dense, serve):
