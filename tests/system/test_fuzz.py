@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as engine_pb
 
 from outrider import serving
 from outrider.client import Client
@@ -40,7 +41,12 @@ BLAMELESS = {
 def pair(dense) -> Iterator[Pair]:
     # lanes for a second verifier, the fuzzer's own
     with served(
-        dense / "target", dense / "dflash2", draft_tokens=K, max_concurrency=2, drafter_lanes=4
+        dense / "target",
+        dense / "dflash2",
+        draft_tokens=K,
+        max_concurrency=2,
+        drafter_lanes=4,
+        gateway=True,
     ) as pair:
         yield pair
 
@@ -148,6 +154,21 @@ def ended(call: Callable[[], object]) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+OWN, GATEWAY = "outrider.v1.GenerationService", "vllm.grpc.engine.VllmEngine"
+
+
+def gateway_messages() -> list[tuple[str, bytes]]:
+    asked = engine_pb.GenerateRequest(
+        request_id="fuzz",
+        tokenized=engine_pb.TokenizedInput(input_ids=[1, 2, 3]),
+        sampling_params=engine_pb.SamplingParams(
+            max_tokens=3, temperature=0.5, top_p=1, repetition_penalty=1, n=1, stop_token_ids=[4]
+        ),
+        stream=True,
+    )
+    return [("Generate", asked.SerializeToString())]
+
+
 def public_messages() -> list[tuple[str, bytes]]:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], tools_json=["{}"])
     requests = [
@@ -170,13 +191,20 @@ def public_messages() -> list[tuple[str, bytes]]:
     return [(method, message.SerializeToString()) for method, message in requests]
 
 
-def test_mutated_messages_on_the_public_port_are_answered_or_refused(pair, neighbour):
+@pytest.mark.parametrize(
+    ("service", "messages"),
+    [(OWN, public_messages()), (GATEWAY, gateway_messages())],
+    ids=["own", "gateway"],
+)
+def test_mutated_messages_on_the_public_port_are_answered_or_refused(
+    pair, neighbour, service, messages
+):
     chance = random.Random(0)
     seen = set()
     with grpc.insecure_channel(pair.address, options=serving.CHANNEL_OPTIONS) as channel:
         for _ in range(60):
-            for method, message in public_messages():
-                path = f"/outrider.v1.GenerationService/{method}"
+            for method, message in messages:
+                path = f"/{service}/{method}"
                 sent = mutated(message, chance)
                 if method == "Generate":
                     call = channel.unary_stream(path)(sent, timeout=PATIENCE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +110,12 @@ def test_both_ports_speak_tls_and_the_pair_drafts_over_it(
                     pytest.raises(UnavailableError),
                 ):
                     client.model_info(timeout=10)
+        # bytes that are no TLS, and half a handshake
+        for address in (pair.address, pair.drafter.address):
+            host, _, port = address.rpartition(":")
+            for sent in (b"PRI * HTTP/2.0", random.Random(0).randbytes(600), b"\x16\x03\x01\x02"):
+                with socket.create_connection((host, int(port)), timeout=10) as connection:
+                    connection.sendall(sent)
         with Client(pair.address, credentials=ours.credentials()) as client:
             drafts(client, oracle)
 
