@@ -28,6 +28,7 @@ from verifier.acceptance import SamplingTables
 from verifier.blocks import Blocks, rounded_up
 from verifier.checkpoints import Checkpoints
 from verifier.config import TargetConfig
+from verifier.draft_policy import DraftPolicy
 from verifier.drafter_link import DrafterLink
 from verifier.host_images import HostImages
 from verifier.metrics import VerifierMetrics
@@ -273,6 +274,7 @@ class Plan:
             draft_tokens=self.draft_tokens,
             max_context=self.max_context,
             chunk=options.prefill_chunk,
+            policy=DraftPolicy() if options.draft_policy == "auto" else None,
             metrics=running.metrics,
         )
         state = blocks.target.state

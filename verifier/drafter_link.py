@@ -545,16 +545,19 @@ class DrafterLink:
 
     # ---- pacing -------------------------------------------------------------------------------
 
-    def pump(self, drafting: bool) -> None:
+    def pump(self, drafting: bool, least_rows: int = 0) -> None:
         """Sends backlog within the limits, and a barrier Round when they are spent.
 
         Args:
             drafting: Whether some row will draft this round; then one message at most.
+            least_rows: Contexts with fewer unsent rows may wait, captures aside.
         """
         self.poll()
         budget = 1 if drafting else UNANSWERED_FEATURES
         for context in self._contexts.values():
             while self.has_backlog(context) and self._stream is not None:
+                if context.unsent_rows < least_rows and not context.captures:
+                    break
                 if not self._may_send_features():
                     if self._unanswered_round is None and not drafting:
                         self._send_round([])

@@ -33,6 +33,7 @@ MOST_DRAFT_TOKENS = 15
 PLAIN_CAUSES = (
     "request",  # it wants none
     "budget",  # no token or position is left for one
+    "policy",  # drafting would not pay
     "drafter_away",
     "out_of_range",  # beyond the drafter's context
     "closed",  # its context is not open, after a fault

@@ -51,6 +51,7 @@ class VerifierOptions:
     draft_timeout_ms: int = DRAFT_TIMEOUT_MS["cpu"]
     feature_backlog_mib: int | None = None
     shared_memory: bool = True  # for features, where the drafter is on this host
+    draft_policy: str = "fixed"  # or "auto": P = 0 where drafting would not pay
     checkpoint_slots: int = 0  # images on the device
     checkpoint_host_mib: int = 0  # host memory for images
     kv_pages: int | None = None  # of all samples and checkpoints; None: every lane to its end
@@ -110,6 +111,7 @@ class VerifierOptions:
             draft_timeout_ms=timeout_ms,
             feature_backlog_mib=arguments.feature_backlog_mib,
             shared_memory=arguments.shared_memory == "auto",
+            draft_policy=arguments.draft_policy,
             checkpoint_slots=arguments.checkpoint_slots,
             checkpoint_host_mib=arguments.checkpoint_host_mib,
             kv_pages=arguments.kv_pages,

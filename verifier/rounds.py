@@ -22,6 +22,7 @@ import structlog
 from outrider.faults import FaultError
 from verifier.acceptance import LicensedRow
 from verifier.blocks import Block, BlockRow, Blocks, HostRows
+from verifier.draft_policy import DraftPolicy
 from verifier.drafter_link import Ask, Drafted, DrafterLink
 from verifier.metrics import VerifierMetrics
 from verifier.preview import Preview
@@ -93,6 +94,7 @@ class Rounds:
         draft_tokens: K.
         max_context: Most positions of a sequence.
         chunk: Prefill chunk; chunks end at absolute multiples of it, whatever the load.
+        policy: Chooses between P = 0 and drafting by the load; None always drafts.
         metrics: Counts what happens here.
     """
 
@@ -104,6 +106,7 @@ class Rounds:
         draft_tokens: int,
         max_context: int,
         chunk: int,
+        policy: DraftPolicy | None = None,
         metrics: VerifierMetrics | None = None,
     ) -> None:
         self.blocks = blocks
@@ -112,6 +115,8 @@ class Rounds:
         self.draft_tokens = draft_tokens
         self.max_context = max_context
         self.chunk = chunk
+        self.policy = policy
+        self._undrafted = False  # whether the policy has chosen P = 0 for the next round
         self._outbox: list[Callable[[], None]] = []
         # feature rows of prompts that are still being copied to the host
         self._arriving: list[tuple[Sequence, HostRows]] = []
@@ -204,16 +209,34 @@ class Rounds:
         previewed = self.preview(licensed)
         committed = self.commit(previewed)
         self.publish(committed)
+        elapsed_ns = time.monotonic_ns() - started
+        if self.policy is not None:
+            drafted = any(each is not None for each in proposal.drafted)
+            # a round that was to draft and did not says nothing
+            if drafted or self._undrafted:
+                self.policy.round_ended(len(rows), elapsed_ns, drafted=drafted)
         self.metrics.round_ended(
             len(rows),
-            time.monotonic_ns() - started,
+            elapsed_ns,
             proposal.draft_ns,
             proposal.wire_ns,
             self.blocks.times.verify_ns,
         )
 
+    def plan(self, rows: Rows[Sequence]) -> bool:
+        """Lets the policy choose for the next round over ``rows``; whether it will draft."""
+        may_draft = [row for row in rows if self.allowed(row) and self.link.connected]
+        self._undrafted = bool(
+            may_draft and self.policy is not None and not self.policy.drafts(len(rows), may_draft)
+        )
+        return not self._undrafted
+
     def wanted(self, sequence: Sequence) -> int:
-        """P that this round could verify for the row: what K, request, budget and context leave."""
+        """P that this round is to verify for the row."""
+        return 0 if self._undrafted else self.allowed(sequence)
+
+    def allowed(self, sequence: Sequence) -> int:
+        """P that a round could verify for the row: what K, request, budget and context leave."""
         if sequence.context is None:
             return 0
         request = sequence.request
@@ -225,7 +248,7 @@ class Rounds:
         """Sends pending features and collects proposals; rows without one run at P = 0."""
         asks = []
         for row in rows:
-            if row.context is not None:
+            if row.context is not None and not self._undrafted:
                 self.link.ensure_open(row.context, row.frontier, row.frontier)
                 sampling = row.request.sampling
                 asks.append(
@@ -255,8 +278,10 @@ class Rounds:
         context = row.context
         if context is None:
             return "request"
-        if self.wanted(row) == 0:
+        if self.allowed(row) == 0:
             return "budget"
+        if self._undrafted:
+            return "policy"
         return self.link.plain_cause(context, row.frontier)
 
     def verify(self, proposal: Proposal) -> VerifiedBlock:
@@ -339,6 +364,7 @@ class Rounds:
                 features = self.blocks.features(licensed.source.block, index, kept)
                 self.link.extend(row.context, first, features)
             row.usage.plain_rounds += plain
+            row.usage.undrafted_rounds += self._undrafted and self.allowed(row) > 0
             trace = self._account(row, drafted, min(allowed.accepted, kept), kept, first)
         else:
             trace = None
@@ -359,6 +385,8 @@ class Rounds:
         usage.rounds += 1
         self.metrics.row_committed(len(proposed), accepted, kept)
         usage.proposed += len(proposed)
+        if self.policy is not None and proposed:
+            self.policy.committed(row, accepted)
         usage.accepted += accepted
         for position in range(accepted):
             usage.accepted_per_position[position] += 1

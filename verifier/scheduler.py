@@ -25,7 +25,7 @@ import torch
 from outrider.faults import FaultError
 from outrider.tracing import Tracer
 from verifier.checkpoints import Checkpoint, Checkpoints
-from verifier.drafter_link import DrafterLink
+from verifier.drafter_link import FEATURE_ROWS_PER_MESSAGE, DrafterLink
 from verifier.host_images import HostImages
 from verifier.metrics import SampleRecord
 from verifier.preview import OutputSession
@@ -277,8 +277,9 @@ class Engine:
         prefilled = self._prefill()
         # a reader that is behind pauses its own samples, and nobody else's
         decoding = [s for s in self._resident if s.prefilled and not s.ticket.sink.full]
-        self._link.pump(drafting=any(self._drafts(s) for s in decoding))
         ready = self._with_pages([s for s in decoding if not self._must_wait(s)])
+        self._send_backlog(decoding, ready)
+        ready = [s for s in ready if not self._must_wait(s)]
         if ready:
             self._run(ready, "round")
         return prefilled or bool(ready)
@@ -315,6 +316,16 @@ class Engine:
             return self._rounds.replay_end(sequence)
         return self._rounds.chunk_end(sequence)
 
+    def _send_backlog(self, decoding: list[Sequence], ready: list[Sequence]) -> None:
+        """Sends rows that the drafter lacks; while no round drafts, only by whole messages."""
+        policy = self._rounds.policy
+        if policy is None or self._rounds.plan(ready):
+            self._link.pump(drafting=any(self._drafts(s) for s in decoding))
+        elif policy.trial_is_next:
+            self._link.pump(drafting=False)
+        else:
+            self._link.pump(drafting=False, least_rows=FEATURE_ROWS_PER_MESSAGE)
+
     def _drafts(self, sequence: Sequence) -> bool:
         context = sequence.context
         return (
@@ -329,7 +340,10 @@ class Engine:
         """Whether a seeded sample's context lags: its proposals must depend on the request alone.
 
         A prompt that went on would overflow its backlog, and lose coverage, only beside neighbours.
+        Where P is chosen by the load there is nothing to wait for.
         """
+        if self._rounds.policy is not None:
+            return False
         sampling = sequence.request.sampling
         return (
             sampling.seed_given
@@ -665,6 +679,7 @@ class Engine:
                 output_tokens=usage.output_tokens,
                 rounds=usage.rounds,
                 plain_rounds=usage.plain_rounds,
+                undrafted_rounds=usage.undrafted_rounds,
                 proposed=usage.proposed,
                 accepted=usage.accepted,
             )

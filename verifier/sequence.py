@@ -91,6 +91,7 @@ class Sequence:
     finished: bool = False
     completed: bool = False  # ended of itself: by a stop or its budget
     leader: Sequence | None = None  # the sample of the same request that prefills for this one
+    drafted_gain: float | None = None  # what `DraftPolicy` remembers
     snapshot: HostImage | None = None  # of a paused sample; without one it is replayed
 
     def end(self, outcome: FinishReason | FaultError) -> None:

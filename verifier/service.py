@@ -709,6 +709,7 @@ def _pack_usage(usage: Usage, index: int) -> pb.Usage:
         accepted=usage.accepted,
         accepted_per_position=usage.accepted_per_position,
         plain_rounds=usage.plain_rounds,
+        undrafted_rounds=usage.undrafted_rounds,
         seed=usage.seed,
         ttft_ns=usage.ttft_ns,
         queue_ns=usage.queue_ns,

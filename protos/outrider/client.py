@@ -130,6 +130,7 @@ class Usage:
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
     plain_rounds: int = 0
+    undrafted_rounds: int = 0
     seed: int = 0
     ttft_ns: int = 0
     queue_ns: int = 0

@@ -637,6 +637,12 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory for unsent features (default: B times the larger of window and chunk)",
     )
     group.add_argument(
+        "--draft-policy",
+        choices=("fixed", "auto"),
+        default="fixed",
+        help="auto drafts only in rounds where it pays; seeds then do not fix the output",
+    )
+    group.add_argument(
         "--kv-pages",
         type=int,
         metavar="N",

@@ -84,6 +84,7 @@ class Services:
             checkpoint_slots=3,
             checkpoint_host_mib=1,
             kv_pages=7,
+            max_queue=1000,
             draft_timeout_ms=5000,
         )
         with Checkpoint(folder / "target") as target, Checkpoint(folder / kind) as draft:

@@ -190,7 +190,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "proposed", "accepted", "accepted_per_position", "seed", "ttft_ns", "queue_ns", "prefill_ns", "draft_ns", "verify_ns", "wire_ns", "total_ns", "plain_rounds")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "proposed", "accepted", "accepted_per_position", "seed", "ttft_ns", "queue_ns", "prefill_ns", "draft_ns", "verify_ns", "wire_ns", "total_ns", "plain_rounds", "undrafted_rounds")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class Usage(_message.Message):
     WIRE_NS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    UNDRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -223,7 +224,8 @@ class Usage(_message.Message):
     wire_ns: int
     total_ns: int
     plain_rounds: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., wire_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., plain_rounds: _Optional[int] = ...) -> None: ...
+    undrafted_rounds: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., wire_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., undrafted_rounds: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
