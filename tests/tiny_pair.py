@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,9 +229,13 @@ def served(
     load_format: str = "auto",
     checkpoint_slots: int = 0,
     checkpoint_host_mib: int = 0,
+    drafter_via: Callable[[str], str] = lambda address: address,
     **verifier_options: Any,
 ) -> Iterator[Pair]:
-    """Starts drafter and verifier over loopback gRPC and stops them at the end."""
+    """Starts drafter and verifier over loopback gRPC and stops them at the end.
+
+    The verifier dials what ``drafter_via`` makes of the drafter's address.
+    """
     drafter = drafter_process.start(
         DrafterOptions(
             target=target,
@@ -251,7 +255,7 @@ def served(
             VerifierOptions(
                 target=target,
                 draft=draft,
-                drafter=drafter.address,
+                drafter=drafter_via(drafter.address),
                 listen="127.0.0.1:0",
                 draft_tokens=draft_tokens,
                 max_concurrency=max_concurrency,
