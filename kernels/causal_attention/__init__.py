@@ -5,16 +5,19 @@ Maths: row b holds positions [0, F) in its pages, F = frontiers[b], and brings n
     positions [0, F+i]:
         s_p = D^-0.5 query_i . key_p,    y_i = softmax(s) values * sigmoid(gate_i).
     Query head h reads key and value head h // (Hq / Hkv).
+    With ancestors the block is a tree (`kernels.trees`): column i attends [0, F) and, of the
+    columns, those in its mask; their keys and values lie at F..F+n-1 all the same.
 Shapes: query [B, W, Hq, D], key [B, W, Hkv, D], value [B, W, Hkv, D], gate [B, W, Hq, D],
     key_pages and value_pages [pages, page, Hkv, D], page_tables int64 [B, N], frontiers and
-    counts int64 [B]; the result is [B, W, Hq*D], heads in order.
-Domain: 0 <= n <= W; any W at B = 1, W <= 32 otherwise. Position p lies in physical page
+    counts int64 [B], ancestors int32 [B, W]; the result is [B, W, Hq*D], heads in order.
+Domain: 0 <= n <= W; any W at B = 1, W <= 32 otherwise, and with ancestors. A live
+    column's mask has itself, the anchor, and no later column. Position p lies in physical page
     page_tables[b, p // page] at offset p % page; table entries from ceil((F+n)/page) on are never
     looked at. No two live cells coincide. Query and key come normed and rotated. Inputs may be
     strided views; the pages are contiguous.
 Numerics: FP32 scores, softmax, sums and gate, rounded once to the dtype of query. A key or value
     is rounded to the dtype of its pages when stored, its own column included, and read back from
-    there.
+    there. The masks of a chain give the result without masks, bit for bit.
 Effects: writes the n live columns of each row into the pages and nothing else. Dead columns
     (i >= n) store nothing and give exact zeros; whatever lies in unused cells, dead columns or
     pages of others, NaN included, does not reach a result.
@@ -22,13 +25,10 @@ Effects: writes the n live columns of each row into the pages and nothing else. 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from kernels.checks import require, require_that
 from kernels.dispatch import select
-
-if TYPE_CHECKING:
-    import torch
 
 
 def causal_attention(
@@ -41,6 +41,7 @@ def causal_attention(
     page_tables: torch.Tensor,
     frontiers: torch.Tensor,
     counts: torch.Tensor,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores the live columns' keys and values, then attends causally.
 
@@ -54,12 +55,14 @@ def causal_attention(
         page_tables: int64 [B, N], physical page of each logical page.
         frontiers: int64 [B], positions already stored.
         counts: int64 [B], live columns.
+        ancestors: int32 [B, W], bit j of entry i: column i sees column j. None: all up to itself.
 
     Returns:
         [B, W, Hq*D] of the dtype of query; dead columns are zero.
 
     Raises:
-        ValueError: a shape does not fit, Hq is no multiple of Hkv, or W > 32 with B > 1.
+        ValueError: a shape does not fit, Hq is no multiple of Hkv, or W > 32 with B > 1
+            or ancestors.
     """
     B, W, Hq, D = query.shape
     _, page, Hkv, _ = key_pages.shape
@@ -73,7 +76,10 @@ def causal_attention(
     require("counts", counts, (B,))
     require_that(Hq % Hkv == 0, "query", f"heads in a multiple of {Hkv}", Hq)
     require_that(B == 1 or W <= 32, "query", "at most 32 columns for several rows", W)
+    if ancestors is not None:
+        require("ancestors", ancestors, (B, W), torch.int32)
+        require_that(W <= 32, "query", "at most 32 columns of a tree", W)
     result: torch.Tensor = select("causal_attention", query).causal_attention(
-        query, key, value, gate, key_pages, value_pages, page_tables, frontiers, counts
+        query, key, value, gate, key_pages, value_pages, page_tables, frontiers, counts, ancestors
     )
     return result

@@ -5,7 +5,8 @@ runs, of NEAR below FAR_FROM and of FAR from there on: short ones go side by sid
 less to add. A program stores the new keys and values of one run and scores it; a second kernel adds
 a column's runs in ascending order, as many as its own position asks for. So the arithmetic of a
 column follows from its position alone: not from the width of its block, its neighbours, or the
-length of the page table, which only decides how many programs are launched.
+length of the page table, which only decides how many programs are launched. In a tree the columns
+that one sees may have gaps, but the last of them is itself, as in a chain.
 """
 
 import torch
@@ -50,7 +51,7 @@ def _run_of(position, NEAR: tl.constexpr, FAR: tl.constexpr, FAR_FROM: tl.conste
 
 
 @triton.jit
-def attend_kernel(  # noqa: PLR0915
+def attend_kernel(  # noqa: PLR0912, PLR0915
     query,
     key,
     value,
@@ -59,6 +60,7 @@ def attend_kernel(  # noqa: PLR0915
     page_tables,
     frontiers,
     counts,
+    ancestors,
     partial,
     statistics,
     scale,
@@ -140,7 +142,11 @@ def attend_kernel(  # noqa: PLR0915
         total = tl.zeros((ROWS,), dtype=tl.float32)
         attended = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         # tiles that all columns see throughout
-        solid = tl.minimum(frontier + first_column + 1, end) - first
+        if ancestors is None:
+            solid = tl.minimum(frontier + first_column + 1, end) - first
+        else:
+            solid = tl.minimum(frontier + 1, end) - first
+            seen = tl.load(ancestors + row * width + column, mask=live, other=0)
         solid = first + tl.maximum(solid, 0) // KEYS * KEYS
         for start in range(first, solid, KEYS):
             place = start + tl.arange(0, KEYS)
@@ -169,7 +175,12 @@ def attend_kernel(  # noqa: PLR0915
             known = (place < end)[:, None] & inside[None, :]
             values = tl.load(value_pages + cell[:, None] + at[None, :], mask=known, other=0.0)
             scores = tl.dot(asked, keys.to(asked.dtype), input_precision="ieee") * scale
-            visible = place[None, :] <= frontier + column[:, None]
+            if ancestors is None:
+                visible = place[None, :] <= frontier + column[:, None]
+            else:
+                bit = place - frontier
+                visible = (seen[:, None] >> tl.minimum(tl.maximum(bit, 0), 31)[None, :]) & 1
+                visible = (bit < 0)[None, :] | ((bit < 32)[None, :] & (visible != 0))
             scores = tl.where(visible, scores, float("-inf"))
             greatest, total, attended = _extend(scores, values, greatest, total, attended)
         line_out = ((row * width + column) * (HKV * GROUP) + head) * runs + tl.program_id(0)
@@ -249,6 +260,7 @@ def causal_attention(
     page_tables: torch.Tensor,
     frontiers: torch.Tensor,
     counts: torch.Tensor,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores the live columns' keys and values, then attends causally."""
     B, W, Hq, D = query.shape
@@ -284,6 +296,7 @@ def causal_attention(
         page_tables,
         frontiers,
         counts,
+        None if ancestors is None else ancestors.contiguous(),
         partial,
         statistics,
         D**-0.5 * 1.4426950408889634,  # log2(e): the exponentials are powers of two

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from kernels.gdn_transition import constant
+from kernels.trees import members
 
 QUERY_COLUMNS = 128  # a long prefill is scored this many columns at a time
 
@@ -26,6 +27,7 @@ def causal_attention(
     page_tables: torch.Tensor,
     frontiers: torch.Tensor,
     counts: torch.Tensor,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores the live columns' keys and values, then attends causally."""
     B, W, Hq, D = query.shape
@@ -36,6 +38,7 @@ def causal_attention(
     scaled = scaled.transpose(1, 2).contiguous()  # [B, Hkv, W, G, D]
     openness = gate.float().sigmoid().reshape(grouped)
     output = query.new_zeros(grouped)
+    hidden = None if ancestors is None else ~members(ancestors).unsqueeze(2)  # [B, W, 1, W]
     for row, (frontier, count) in enumerate(zip(frontiers.tolist(), counts.tolist(), strict=True)):
         if count == 0:
             continue
@@ -48,7 +51,10 @@ def causal_attention(
         for first in range(0, count, QUERY_COLUMNS):
             end = min(first + QUERY_COLUMNS, count)
             attended = _attend(
-                scaled[row, :, first:end], keys[: frontier + end], values[: frontier + end]
+                scaled[row, :, first:end],
+                keys[: frontier + end],
+                values[: frontier + end],
+                _later(end - first, query.device) if hidden is None else hidden[row, :end, :, :end],
             )
             torch.mul(attended, openness[row, first:end], out=output[row, first:end])
     return output.flatten(2)
@@ -73,13 +79,16 @@ def _stored(pages: torch.Tensor, physical: list[int], table: torch.Tensor) -> to
     return pages.index_select(0, table).flatten(0, 1).float()
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Causal softmax attention of the last n of the positions.
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Softmax attention of the last n of the positions, over all others and some of themselves.
 
     Args:
         query: [Hkv, n, G, D] FP32, scaled, at the last n positions.
         keys: [positions, Hkv, D] FP32.
         values: [positions, Hkv, D] FP32.
+        hidden: bool [n, 1, n], which of the last n positions (dimension 2) a query does not see.
 
     Returns:
         [n, Hkv, G, D] FP32.
@@ -89,7 +98,7 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
     scores = torch.bmm(query.reshape(Hkv, n * G, D), keys.permute(1, 2, 0))
     if n > 1:
         block = scores.view(Hkv, n, G, -1)[..., -n:]
-        block.masked_fill_(_later(n, query.device), float("-inf"))
+        block.masked_fill_(hidden, float("-inf"))
     attended = torch.bmm(scores.softmax(-1), values.transpose(0, 1))
     return attended.view(Hkv, n, G, D).transpose(0, 1)
 

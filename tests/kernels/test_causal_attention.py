@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kernels.causal_attention import causal_attention
+from kernels.trees import ancestor_masks
+from tests.kernels.test_trees import random_parents
 
 NAN = float("nan")
 
@@ -23,6 +25,7 @@ class Case:
     page_tables: torch.Tensor
     frontiers: torch.Tensor
     counts: torch.Tensor
+    ancestors: torch.Tensor | None = None
 
     def run(self):
         return causal_attention(*(getattr(self, f.name) for f in fields(self)))
@@ -97,7 +100,11 @@ def formula(case):
             cell = table[(F + i) // page], (F + i) % page
             key_pages[cell] = case.key[row, i].to(key_pages.dtype)
             value_pages[cell] = case.value[row, i].to(value_pages.dtype)
-            cells = [(table[p // page], p % page) for p in range(F + i + 1)]
+            seen = range(i + 1)
+            if case.ancestors is not None:
+                seen = [j for j in seen if int(case.ancestors[row, i]) >> j & 1]
+            places = [*range(F), *(F + j for j in seen)]
+            cells = [(table[p // page], p % page) for p in places]
             keys = torch.stack([key_pages[c] for c in cells]).double()
             values = torch.stack([value_pages[c] for c in cells]).double()
             for h in range(Hq):
@@ -210,7 +217,7 @@ def test_row_equals_itself_alone_bit_for_bit():
             **{
                 f.name: getattr(together, f.name)[row : row + 1]
                 for f in fields(together)
-                if not f.name.endswith("pages")
+                if not f.name.endswith("pages") and f.name != "ancestors"
             },
         )
         assert torch.equal(alone.run()[0], out[row])
@@ -267,9 +274,52 @@ def test_heads_first_storage_is_taken():
     check(replace(case, **turned))
 
 
+def in_trees(case, *, seed=0):
+    """The case with every row a tree of its own; masks of dead columns are wrong."""
+    rows, width = case.query.shape[:2]
+    masks = ancestor_masks(random_parents(rows, width - 1, seed=seed))
+    for row, count in enumerate(case.counts.tolist()):
+        masks[row, count:] = -1
+    return replace(case, ancestors=masks)
+
+
+@pytest.mark.parametrize("page", [1, 3, 64])
+@pytest.mark.parametrize("W", [2, 5, 16, 32])
+def test_trees_equal_formula_around_page_boundaries(W, page):
+    for frontier in (0, page - 1, 2 * page + 1):
+        check(in_trees(make([frontier], [W], W, page=page, seed=frontier), seed=frontier))
+
+
+def test_trees_of_several_rows_and_counts():
+    check(in_trees(make([0, 7, 21, 3], [12, 0, 1, 7], 12, Hq=6, Hkv=2)))
+
+
+def test_masks_of_a_chain_change_no_bit():
+    case = make([5, 0, 30], [9, 4, 1], 9, page=4)
+    chain = replace(case, ancestors=ancestor_masks(torch.arange(8).expand(3, 8)))
+    assert torch.equal(chain.copy().run(), case.copy().run())
+
+
+def test_a_column_equals_the_last_of_its_own_path():
+    """A tree's column, and a chain of its ancestors alone with the same keys and queries."""
+    case = in_trees(make([6], [12], 12, page=4), seed=3)
+    out = case.copy().run()
+    for column in range(12):
+        path = [j for j in range(12) if int(case.ancestors[0, column]) >> j & 1]
+        alone = {name: getattr(case, name)[:, path] for name in ("query", "key", "value", "gate")}
+        counts = torch.tensor([len(path)])
+        chain = replace(case.copy(), **alone, counts=counts, ancestors=None)
+        torch.testing.assert_close(chain.run()[0, -1], out[0, column], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"ancestors": torch.zeros(2, 2, dtype=torch.int32)},
+            r"ancestors: expected \[2, 3\] int32",
+        ),
+        ({"ancestors": torch.zeros(2, 3)}, r"ancestors: expected \[2, 3\] int32, got .* float32"),
         ({"key": torch.zeros(2, 3, 3, 8)}, r"key: expected \[2, 3, 2, 8\]"),
         ({"value": torch.zeros(2, 2, 2, 8)}, r"value: expected \[2, 3, 2, 8\]"),
         ({"gate": torch.zeros(2, 3, 4, 4)}, r"gate: expected \[2, 3, 4, 8\]"),

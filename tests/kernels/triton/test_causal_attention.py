@@ -5,6 +5,8 @@ import torch
 
 from kernels.causal_attention import causal_attention, kernel
 from kernels.causal_attention.reference import causal_attention as reference
+from kernels.trees import ancestor_masks
+from tests.kernels.test_trees import random_parents
 
 NAN = float("nan")
 NEAR = kernel.NEAR
@@ -140,3 +142,36 @@ def test_inputs_may_be_part_of_wider_columns(random):
     ]
     mine = copied(x)
     assert torch.equal(causal_attention(*parts, *mine[4:]), causal_attention(*copied(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("frontiers", "counts", "W", "shape"),
+    [
+        ((0, 5), (12, 7), 12, {}),
+        ((NEAR - 2, 2 * NEAR - 9), (16, 1), 16, {}),
+        ((NEAR - 20,), (32,), 32, {"Hq": 6, "Hkv": 1, "page": 5}),
+        ((61, 0), (0, 32), 32, {"Hq": 4, "Hkv": 1}),
+    ],
+    ids=str,
+)
+def test_trees_equal_reference(random, distance, frontiers, counts, W, shape, dtype):
+    x = arguments(random, frontiers, counts, W, dtype=dtype, **shape)
+    masks = ancestor_masks(random_parents(len(counts), W - 1, seed=W))
+    for row, count in enumerate(counts):
+        masks[row, count:] = -1
+    mine, theirs = copied(x), copied(x)
+    actual, expected = causal_attention(*mine, masks), reference(*theirs, masks)
+    assert distance(actual, expected) < (2e-6 if dtype.itemsize == 4 else 1.5e-3)
+    for row, count in enumerate(counts):
+        assert not actual[row, count:].any()
+    for plane in (4, 5):
+        assert same(mine[plane], theirs[plane])
+
+
+@pytest.mark.usefixtures("soon_far")
+@pytest.mark.parametrize("frontier", [3, NEAR - 3, 2 * NEAR - 3], ids=lambda f: f"F={f}")
+def test_masks_of_a_chain_change_no_bit(random, frontier):
+    x = arguments(random, (frontier, 90), (20, 2), 20)
+    masks = ancestor_masks(torch.arange(19).expand(2, 19))
+    assert torch.equal(causal_attention(*copied(x), masks), causal_attention(*copied(x)))

@@ -126,9 +126,10 @@ CASES = {
         for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
     },
     **{
-        f"causal_attention-{name}": (
+        f"causal_attention-{name}{'-tree' if tree else ''}": (
             "causal_attention.attend_kernel",
             {
+                **({"ancestors": "*i32"} if tree else {}),
                 **dict.fromkeys(("query", "key", "value", "key_pages"), BF16),
                 "value_pages": "*fp16",
                 **dict.fromkeys(("page_tables", "frontiers", "counts"), INT64),
@@ -136,10 +137,11 @@ CASES = {
                 "scale": "fp32",
             },
             {
+                **({} if tree else {"ancestors": None}),
                 "HKV": key_heads,
                 "GROUP": group,
                 "D": 256,
-                "COLUMNS": 8,
+                "COLUMNS": 16 if tree else 8,
                 "EVEN": True,
                 **RUNS,
                 "ROWS": 64,
@@ -149,6 +151,7 @@ CASES = {
             {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False},
         )
         for name, key_heads, group in (("27B", 4, 6), ("35B", 2, 8))
+        for tree in (False, True)
     },
     "causal_attention-combine": (
         "causal_attention.combine_kernel",
