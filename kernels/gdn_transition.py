@@ -3,8 +3,9 @@
 `advance` is the one transition: verify and fold both step through it, so that a folded state
 equals the state of the block that recorded it bit for bit. To keep that true whatever the number
 of rows, layers or columns in a call, everything that reaches the state is elementwise arithmetic
-in separately rounded steps, an exponential, or a sum over a whole dimension of fixed extent; no
-matrix product and no fused multiply-add, whose rounding may follow the shape of the batch.
+in separately rounded steps, an exponential or its logarithm, or a sum over a whole dimension of
+fixed extent; no matrix product, no fused multiply-add and no composed function such as torch's
+sigmoid, whose rounding may follow the shape of the batch or the place in it.
 
 Keys are repeated for the value heads they serve before the first column, so that a column costs six
 calls on plain shapes.
@@ -16,7 +17,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,10 +55,15 @@ def convolve(padded: torch.Tensor, conv_weight: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., columns, C] of the dtype of padded.
     """
-    taps = conv_weight.shape[1]
+    windows = padded.unfold(-2, conv_weight.shape[1], 1).transpose(-1, -2)
+    return convolve_windows(windows, conv_weight)
+
+
+def convolve_windows(windows: torch.Tensor, conv_weight: torch.Tensor) -> torch.Tensor:
+    """`convolve` of columns that each bring what their taps see: [..., columns, taps, C]."""
     tap_rows = conv_weight.t().float().contiguous()
-    windows = padded.float().unfold(-2, taps, 1).transpose(-1, -2)  # [..., columns, taps, C]
-    return F.silu((windows * tap_rows).sum(-2)).to(padded.dtype)
+    mixed = (windows.float() * tap_rows).sum(-2)
+    return mixed.mul_(_sigmoid(mixed)).to(windows.dtype)
 
 
 def gates(
@@ -66,7 +71,14 @@ def gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b), FP32, shaped as a."""
     rate = a_log.float().exp().neg_()
-    return F.softplus(a.float() + dt_bias.float()).mul_(rate), b.float().sigmoid()
+    x = a.float() + dt_bias.float()
+    softplus = torch.where(x > 20.0, x, x.clamp(max=20.0).exp_().log1p_())
+    return softplus.mul_(rate), _sigmoid(b.float())
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)), in steps that round alike everywhere in a tensor."""
+    return x.neg().exp_().add_(1.0).reciprocal_()
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

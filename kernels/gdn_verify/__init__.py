@@ -8,15 +8,21 @@ Maths: h_t are the raw columns, the three of the history first. For a live colum
     q^ = Dk^-0.5 q / sqrt(sum q^2 + 1e-6), k^ = k / sqrt(sum k^2 + 1e-6);
     with the state M [Dk, Dv], beginning at the slot's:
     M <- exp(g) M,  u = beta (v - M^T k^),  M <- M + k^ u^T,  output = M^T q^.
+    With ancestors the block is a tree (`kernels.trees`): for column i the columns before it are its
+    ancestors, in order. h_(i-1), h_(i-2), h_(i-3) are the nearest three, the history's last before
+    the anchor, and M is the state after its parent.
 Shapes: C = 2*Hk*Dk + Hv*Dv. projected [B, W, C], a and b [B, W, Hv], conv_weight [C, 4], a_log
     and dt_bias [Hv], state FP32 [slots, Hv, Dk, Dv], conv_history [slots, 3, C] (raw columns,
-    oldest first), slots and counts int64 [B], record as GdnRecord; the result is [B, W, Hv, Dv].
+    oldest first), slots and counts int64 [B], ancestors int32 [B, W], record as GdnRecord; the
+    result is [B, W, Hv, Dv].
 Domain: 0 <= counts <= W, W in 1..32; every slot in range, and several rows may read one. Hk
-    divides Hv. Inputs may be strided views with a contiguous last dimension.
+    divides Hv. A live column's mask has itself, the anchor, and no later column; a row has at most
+    8 columns that no other continues. Inputs may be strided views with a contiguous last dimension.
 Numerics: FP32, state included. x is rounded once to the dtype of projected and used as rounded;
     g and beta stay FP32; the output is rounded once to the dtype of projected. Column by column
     through `kernels.gdn_transition.advance`, as the fold does: for every N the folded state
-    equals, bit for bit, the state that this block had after N columns.
+    equals, bit for bit, the state that this block had after N columns. In a tree the columns of a
+    path have the outputs and records of a chain of them alone, bit for bit.
 Effects: writes the live columns of the record: the raw column, k and v before any norm, {g, beta}.
     The rest of the record, the state and the history stay as they are. Dead columns
     (i >= counts[b]) give exact zeros, whatever they hold.
@@ -53,6 +59,7 @@ def gdn_verify(
     slots: torch.Tensor,
     counts: torch.Tensor,
     record: GdnRecord,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs the live columns of each row from its slot's state and records them.
 
@@ -68,6 +75,7 @@ def gdn_verify(
         slots: int64 [B], where each row begins.
         counts: int64 [B], live columns.
         record: planes [B, W, ...], live columns written in place.
+        ancestors: int32 [B, W], bit j of entry i: column i comes after column j. None: a chain.
 
     Returns:
         [B, W, Hv, Dv] of the dtype of projected; dead columns are zero.
@@ -90,7 +98,20 @@ def gdn_verify(
     require("record.key", record.key, (B, W, Hk, Dk), projected.dtype)
     require("record.value", record.value, (B, W, Hv, Dv), projected.dtype)
     require("record.gate", record.gate, (B, W, Hv, 2), torch.float32)
+    if ancestors is not None:
+        require("ancestors", ancestors, (B, W), torch.int32)
     result: torch.Tensor = select("gdn_verify", projected).gdn_verify(
-        projected, a, b, conv_weight, a_log, dt_bias, state, conv_history, slots, counts, record
+        projected,
+        a,
+        b,
+        conv_weight,
+        a_log,
+        dt_bias,
+        state,
+        conv_history,
+        slots,
+        counts,
+        record,
+        ancestors,
     )
     return result

@@ -3,6 +3,10 @@
 One launch convolves and records all columns at once; a second goes through them, one program a row,
 value head and block of the state's columns, and reads them from the record.
 
+In a tree there is one program more for each further path from the anchor to a column that no other
+continues: all go through their own columns from the row's state, and of those that several pass the
+first gives the output. What is recorded of a column does not depend on the path.
+
 `transition` is the one step of a state, here and in the fold. Both load what goes into it in the
 same shapes, run with the same number of warps, and are compiled without fused multiply-adds, so
 that the compiler gives both the same arithmetic: the tests compare the bits.
@@ -15,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.overlap import OVERLAPPED, enter, release, wait
+from kernels.trees import MOST_COLUMNS, MOST_PATHS
 
 if TYPE_CHECKING:
     from kernels.gdn_verify import GdnRecord
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 VALUES = 16  # of a head's state columns, each a sum of its own, in one program
 CHANNELS = 256  # convolved by one program
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+_BITS = tl.constexpr(MOST_COLUMNS)
 
 
 @triton.jit
@@ -51,7 +57,34 @@ def transition(state, key, scaled_key, scaled_value, decay):
 
 
 @triton.jit
-def record_kernel(
+def places_of(mask):
+    """For each of 32 columns its place among the members of a mask, or -1."""
+    bit = (mask >> tl.arange(0, _BITS)) & 1
+    return tl.where(bit != 0, tl.cumsum(bit, axis=0) - 1, -1)
+
+
+@triton.jit
+def column_at(places, place):
+    """The column at a place; 0 where there is none."""
+    return tl.sum(tl.where(places == place, tl.arange(0, _BITS), 0), axis=0)
+
+
+@triton.jit
+def path_of(ancestors, count, path):
+    """Places of the columns of a row's path of this number, and which no earlier path has."""
+    column = tl.arange(0, _BITS)
+    masks = tl.load(ancestors + column, mask=column < count, other=0)
+    sees = (masks[:, None] >> column[None, :]) & 1
+    # a path ends at a column that none sees but itself
+    last = (column < count) & (tl.sum(sees, axis=0) == 1)
+    number = tl.cumsum(last.to(tl.int32), axis=0) - 1
+    places = places_of(tl.sum(tl.where(last & (number == path), masks, 0), axis=0))
+    earlier = (last & (number < path)).to(tl.int32)
+    return places, (places >= 0) & (tl.max(sees * earlier[:, None], axis=0) == 0)
+
+
+@triton.jit
+def record_kernel(  # noqa: PLR0915
     projected,
     a,
     b,
@@ -61,6 +94,7 @@ def record_kernel(
     conv_history,
     slots,
     counts,
+    ancestors,
     query,
     record_conv,
     record_key,
@@ -103,10 +137,18 @@ def record_kernel(
         inside = channel < C
         past = conv_history + tl.load(slots + row) * 3 * C + channel
         mixed = tl.zeros((CHANNELS,), dtype=tl.float32)
+        if ancestors is None:
+            depth = i
+        else:
+            places = places_of(tl.load(ancestors + tl.program_id(0)))
+            depth = tl.max(places, axis=0)
         for tap in tl.static_range(4):
-            j = i + tap - 3
+            j = depth + tap - 3
+            at = tl.maximum(j, 0)
+            if ancestors is not None:
+                at = column_at(places, at)
             older = tl.load(past + (j + 3) * C, mask=channel < tl.where(j < 0, C, 0), other=0.0)
-            raw = projected + row * p_row + tl.maximum(j, 0) * p_column + channel
+            raw = projected + row * p_row + at * p_column + channel
             raw = tl.load(raw, mask=channel < tl.where(j < 0, 0, C), other=0.0)
             raw = tl.where(j < 0, older.to(dtype), raw)
             weight = tl.load(conv_weight + channel * w_channel + tap * w_tap, mask=inside, other=0)
@@ -154,6 +196,7 @@ def gdn_verify_kernel(
     state,
     slots,
     counts,
+    ancestors,
     query,
     record_key,
     record_value,
@@ -173,7 +216,7 @@ def gdn_verify_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Block program_id(0) % blocks of value head .. % HV of row .. of the batch."""
+    """Block program_id(0) % blocks of value head .. % HV of row .., on its path program_id(1)."""
     wait()
     BLOCKS: tl.constexpr = (DV + VALUES - 1) // VALUES
     head = tl.program_id(0) // BLOCKS % HV
@@ -184,6 +227,12 @@ def gdn_verify_kernel(
     dk = tl.arange(0, KEYS)
     dv = block * VALUES + tl.arange(0, VALUES)
     is_key, is_value = dk < DK, dv < DV
+    # columns of the path, and the second of them
+    length, second = count, 1
+    if ancestors is not None:
+        places, owned = path_of(ancestors + row * width, count, tl.program_id(1))
+        length, second = tl.max(places, axis=0) + 1, column_at(places, 1)
+        is_value = dv < tl.where(length > 0, DV, 0)
     is_cell = is_key[:, None] & is_value[None, :]
     source = state + (tl.load(slots + row) * HV + head) * DK * DV
     current = tl.load(source + dk[:, None] * DV + dv[None, :], mask=is_cell, other=0.0)
@@ -195,38 +244,51 @@ def gdn_verify_kernel(
     outs = out + (row * width * HV + head) * DV + dv
     release()
     # while one column is computed the next is made ready, and the one after it is asked for
-    key, value, g, beta = column_of(keys, values, gates, dk, dv, count > 0, DK, DV)
-    asked = tl.load(queries, mask=dk < tl.where(count > 0, DK, 0), other=0.0)
+    key, value, g, beta = column_of(keys, values, gates, dk, dv, length > 0, DK, DV)
+    asked = tl.load(queries, mask=dk < tl.where(length > 0, DK, 0), other=0.0)
     column = ready(key, value, g, beta)
     asked = unit(asked.to(tl.float32)) * (DK**-0.5)
     following = column_of(
-        keys + key_column, values + value_column, gates + gate_column, dk, dv, count > 1, DK, DV
+        keys + second * key_column,
+        values + second * value_column,
+        gates + second * gate_column,
+        dk,
+        dv,
+        length > 1,
+        DK,
+        DV,
     )
-    next_asked = tl.load(queries + HK * DK, mask=dk < tl.where(count > 1, DK, 0), other=0.0)
-    for i in range(count):
-        live = i + 2 < count
+    next_asked = tl.load(
+        queries + second * HK * DK, mask=dk < tl.where(length > 1, DK, 0), other=0.0
+    )
+    for i in range(length):
+        live = i + 2 < length
+        if ancestors is None:
+            third, at, is_mine = i + 2, i, is_value
+        else:
+            third, at = column_at(places, i + 2), column_at(places, i)
+            mine = tl.sum(((places == i) & owned).to(tl.int32), axis=0)
+            is_mine = dv < tl.where(mine > 0, DV, 0)
         later = column_of(
-            keys + (i + 2) * key_column,
-            values + (i + 2) * value_column,
-            gates + (i + 2) * gate_column,
+            keys + third * key_column,
+            values + third * value_column,
+            gates + third * gate_column,
             dk,
             dv,
             live,
             DK,
             DV,
         )
-        later_asked = tl.load(
-            queries + (i + 2) * HK * DK, mask=dk < tl.where(live, DK, 0), other=0.0
-        )
+        later_asked = tl.load(queries + third * HK * DK, mask=dk < tl.where(live, DK, 0), other=0.0)
         current = transition(current, *column)
         read = tl.sum(current * asked[:, None], axis=0)
-        tl.store(outs + i * HV * DV, read.to(out.dtype.element_ty), mask=is_value)
+        tl.store(outs + at * HV * DV, read.to(out.dtype.element_ty), mask=is_mine)
         column = ready(*following)
         asked = unit(next_asked.to(tl.float32)) * (DK**-0.5)
         following, next_asked = later, later_asked
-    for i in range(count, width):
+    for i in range(tl.where(tl.program_id(1) == 0, count, width), width):
         nothing = tl.zeros((VALUES,), dtype=tl.float32)
-        tl.store(outs + i * HV * DV, nothing.to(out.dtype.element_ty), mask=is_value)
+        tl.store(outs + i * HV * DV, nothing.to(out.dtype.element_ty), mask=dv < DV)
 
 
 def gdn_verify(
@@ -241,6 +303,7 @@ def gdn_verify(
     slots: torch.Tensor,
     counts: torch.Tensor,
     record: "GdnRecord",
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs the live columns of each row from its slot's state and records them."""
     B, W, C = projected.shape
@@ -249,6 +312,8 @@ def gdn_verify(
     out = projected.new_empty(B, W, HV, DV)
     query = projected.new_empty(B, W, HK, DK)
     channels = min(CHANNELS, triton.next_power_of_2(C))
+    if ancestors is not None:
+        ancestors = ancestors.contiguous()
     strides = [stride for plane in record for stride in plane.stride()[:2]]
     record_kernel[(B * W, triton.cdiv(C, channels))](
         projected,
@@ -260,6 +325,7 @@ def gdn_verify(
         conv_history.contiguous(),
         slots,
         counts,
+        ancestors,
         query,
         *record,
         W,
@@ -277,10 +343,12 @@ def gdn_verify(
         **OVERLAPPED,
     )
     values = min(VALUES, triton.next_power_of_2(DV))
-    gdn_verify_kernel[(B * HV * triton.cdiv(DV, values),)](
+    paths = 1 if ancestors is None else MOST_PATHS
+    gdn_verify_kernel[(B * HV * triton.cdiv(DV, values), paths)](
         state.contiguous(),
         slots,
         counts,
+        ancestors,
         query,
         record.key,
         record.value,

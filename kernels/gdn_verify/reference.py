@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from kernels.gdn_transition import (
     advance,
     columns,
     constant,
     convolve,
+    convolve_windows,
     gates,
     repeat_heads,
     take,
     unit,
 )
+from kernels.trees import members
 
 if TYPE_CHECKING:
     from kernels.gdn_transition import Columns
@@ -34,6 +37,7 @@ def gdn_verify(
     slots: torch.Tensor,
     counts: torch.Tensor,
     record: GdnRecord,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs the live columns of each row from its slot's state and records them."""
     B, W, _ = projected.shape
@@ -47,7 +51,12 @@ def gdn_verify(
     if live == 0:
         return projected.new_zeros(B, W, Hv, Dv)
 
-    mixed = convolve(torch.cat((take(conv_history, slots), projected), dim=1), conv_weight)
+    padded = torch.cat((take(conv_history, slots), projected), dim=1)
+    ways = None if ancestors is None else _ways(ancestors[:, :live], conv_weight.shape[1])
+    if ways is None:
+        mixed = convolve(padded, conv_weight)
+    else:
+        mixed = convolve_windows(_windows(padded, ways), conv_weight)
     split = mixed.shape[-1] - Hv * Dv
     query_key = mixed[..., :split].view(B, live, 2, -1, Dk)
     value = mixed[..., split:].view(B, live, Hv, Dv)
@@ -63,7 +72,11 @@ def gdn_verify(
     _write(recorded_beta, beta, alive)
 
     query, key = repeat_heads(unit(query_key.float()), Hv).unbind(2)
-    states = block_states(take(state, slots), columns(key, value.float(), g.exp(), beta))
+    block = columns(key, value.float(), g.exp(), beta)
+    if ways is None:
+        states = block_states(take(state, slots), block)
+    else:
+        states = tree_states(take(state, slots), block, ways[..., -2])
     scaled_query = (query * constant(Dk**-0.5, state.device)).unsqueeze(-1)
     read = (states * scaled_query).sum(-2)
     if all_live and live == W:
@@ -93,6 +106,36 @@ def block_states(state: torch.Tensor, block: Columns) -> torch.Tensor:
     for column, after in zip(block.each(), states.unbind(1), strict=True):
         state = advance(state, column, after, scratch)
     return states
+
+
+def tree_states(state: torch.Tensor, block: Columns, parents: torch.Tensor) -> torch.Tensor:
+    """As `block_states`, each column after its parent's: [B, W], below its own."""
+    B, W = block.decay.shape[:2]
+    states = state.new_empty(B, W, *state.shape[1:])
+    scratch = torch.empty_like(state)
+    rows = torch.arange(B, device=state.device)
+    for index, (column, after) in enumerate(zip(block.each(), states.unbind(1), strict=True)):
+        if index:
+            state = states[rows, parents[:, index].clamp(0, index - 1)]
+        advance(state, column, after, scratch)
+    return states
+
+
+def _ways(ancestors: torch.Tensor, taps: int) -> torch.Tensor:
+    """The last columns on the way to each, itself the last: [B, W, taps]; below 0 the history's."""
+    seen = members(ancestors)
+    columns = torch.arange(seen.shape[1], device=seen.device)
+    ordered = pad(torch.where(seen, columns, -1).sort(dim=2).values, (taps - 1, 0))
+    steps = torch.arange(1 - taps, 1, device=seen.device)
+    place = seen.sum(dim=2, keepdim=True) - 1 + steps
+    return torch.where(place < 0, place, ordered[..., -taps:])
+
+
+def _windows(padded: torch.Tensor, ways: torch.Tensor) -> torch.Tensor:
+    """What each column's taps see of padded [B, taps - 1 + W, C]: [B, W, taps, C]."""
+    rows = torch.arange(padded.shape[0], device=padded.device).view(-1, 1, 1)
+    # dead columns may ask for anything
+    return padded[rows, (ways + ways.shape[2] - 1).clamp(min=0)]
 
 
 def _alive(counts: torch.Tensor, live: int) -> torch.Tensor:

@@ -47,6 +47,7 @@ def formula(arguments):
     """Outputs [B, W, Hv, Dv], states after each column, and record planes, in FP64 by loops.
 
     q, k and v are rounded to the dtype of projected after the convolution, as the contract says.
+    With ancestors a column comes after those in its mask alone.
     """
     x = arguments
     B, W, C = x["projected"].shape
@@ -62,9 +63,13 @@ def formula(arguments):
     for row in range(B):
         slot = int(x["slots"][row])
         raw = torch.cat((x["conv_history"][slot], x["projected"][row])).double()
-        state = x["state"][slot].double()
         for i in range(int(x["counts"][row])):
-            mixed = sum(weight[:, j] * raw[i + j] for j in range(4))
+            way = list(range(i + 1))
+            if x.get("ancestors") is not None:
+                way = [j for j in way if int(x["ancestors"][row, i]) >> j & 1]
+            seen = [0, 1, 2, *(3 + j for j in way)][-4:]
+            state = (x["state"][slot].double() if i == 0 else states[row, way[-2]]).clone()
+            mixed = sum(weight[:, j] * raw[at] for j, at in enumerate(seen))
             mixed = (mixed / (1 + torch.exp(-mixed))).to(dtype).double()
             q, k, v = mixed.split((Hk * Dk, Hk * Dk, Hv * Dv))
             q, k, v = q.view(Hk, Dk), k.view(Hk, Dk), v.view(Hv, Dv)
@@ -80,7 +85,6 @@ def formula(arguments):
                 gates[row, i, h] = torch.tensor([g, beta], dtype=torch.float64)
                 decayed = math.exp(g) * state[h]
                 u = beta * (v[h] - decayed.T @ k_hat)
-                state = state.clone()
                 state[h] = decayed + torch.outer(k_hat, u)
                 out[row, i, h] = state[h].T @ q_hat
             states[row, i] = state

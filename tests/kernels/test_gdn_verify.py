@@ -9,6 +9,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from kernels.gdn_verify import GdnRecord, gdn_verify
+from kernels.trees import ancestor_masks
+from tests.kernels.test_trees import random_parents
 
 NAN = float("nan")
 # (Hk, Hv, Dk, Dv)
@@ -116,19 +118,79 @@ def test_rows_may_read_one_slot(gdn):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_row_does_not_depend_on_neighbours_or_width(gdn):
-    together = gdn.block(3, 8, (4, 8, 32, 32))
+def part(arguments, row, columns):
+    """The arguments of one row with these columns alone, and a record of its own."""
+    alone = {**arguments, "counts": torch.tensor([len(columns)])}
+    for name in ("projected", "a", "b"):
+        alone[name] = arguments[name][row : row + 1, columns]
+    alone["slots"] = arguments["slots"][row : row + 1]
+    record = (torch.full_like(p[row : row + 1, columns], NAN) for p in arguments["record"])
+    alone["record"] = GdnRecord(*record)
+    return alone
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_row_does_not_depend_on_neighbours_or_width(gdn, geometry):
+    together = gdn.block(3, 8, geometry)
     out = gdn_verify(**together)
     for row in range(3):
         for width in (1, 5, 8):
-            alone = {**together, "counts": torch.tensor([width])}
-            for name in ("projected", "a", "b"):
-                alone[name] = together[name][row : row + 1, :width]
-            alone["slots"] = together["slots"][row : row + 1]
-            alone["record"] = GdnRecord(*(p[row : row + 1, :width] for p in together["record"]))
+            alone = part(together, row, list(range(width)))
+            assert torch.equal(gdn_verify(**alone)[0], out[row, :width])
+
+
+def in_trees(arguments, *, seed=0):
+    """Every row a tree of its own; masks of dead columns are wrong."""
+    rows, width = arguments["projected"].shape[:2]
+    masks = ancestor_masks(random_parents(rows, width - 1, seed=seed))
+    for row, count in enumerate(arguments["counts"].tolist()):
+        masks[row, count:] = -1
+    return arguments | {"ancestors": masks}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize(("counts", "W"), [((2, 3), 3), ((12, 0, 7), 12), ((32,), 32)], ids=str)
+def test_trees_equal_formula(gdn, geometry, counts, W):
+    arguments = gdn.block(len(counts), W, geometry)
+    arguments["counts"] = torch.tensor(counts)
+    arguments = in_trees(arguments, seed=W)
+    expected, _, record = gdn.formula(arguments)
+    for row, count in enumerate(counts):
+        for name in ("projected", "a", "b"):
+            arguments[name][row, count:] = NAN
+    actual = gdn_verify(**arguments)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
+    for row, count in enumerate(counts):
+        for plane, wanted in zip(arguments["record"], record, strict=True):
             torch.testing.assert_close(
-                gdn_verify(**alone)[0], out[row, :width], rtol=1e-5, atol=1e-6
+                plane[row, :count].double(), wanted[row, :count], rtol=1e-5, atol=2e-6
             )
+            assert plane[row, count:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_every_path_is_a_chain_of_its_own_columns_bit_for_bit(gdn, geometry, dtype):
+    arguments = gdn.block(3, 16, geometry, dtype=dtype)
+    arguments["counts"] = torch.tensor([16, 9, 16])
+    arguments = in_trees(arguments)
+    out = gdn_verify(**arguments)
+    for row, count in enumerate(arguments["counts"].tolist()):
+        for column in range(count):
+            mask = int(arguments["ancestors"][row, column])
+            path = [j for j in range(column + 1) if mask >> j & 1]
+            alone = part(arguments, row, path) | {"ancestors": None}
+            assert torch.equal(gdn_verify(**alone)[0], out[row, path])
+            for plane, recorded in zip(alone["record"], arguments["record"], strict=True):
+                assert torch.equal(plane[0], recorded[row, path])
+
+
+def test_masks_of_a_chain_change_no_bit(gdn):
+    arguments = gdn.block(2, 7, (2, 6, 12, 20))
+    arguments["counts"] = torch.tensor([7, 4])
+    expected = gdn_verify(**arguments)
+    masks = ancestor_masks(torch.arange(6).expand(2, 6))
+    assert torch.equal(gdn_verify(**arguments, ancestors=masks), expected)
 
 
 @pytest.mark.parametrize("key_scale", [0.0, 1e-20, 1e-5])
@@ -185,8 +247,9 @@ def test_strided_views_are_taken(gdn):
         ("conv_history", torch.zeros(5, 4, 64), r"conv_history: expected \[5, 3, 64\]"),
         ("counts", torch.zeros(1, dtype=torch.int64), r"counts: expected \[2\]"),
         ("projected", torch.zeros(2, 4, 63), r"projected: expected"),
+        ("ancestors", torch.zeros(2, 4).long(), r"ancestors: expected \[2, 4\] int32"),
     ],
-    ids=["a", "b", "taps", "state", "history", "counts", "channels"],
+    ids=["a", "b", "taps", "state", "history", "counts", "channels", "ancestors"],
 )
 def test_what_does_not_fit_is_refused(gdn, name, tensor, message):
     arguments = gdn.block(2, 4, (2, 4, 8, 8))

@@ -11,6 +11,20 @@ def random_parents(rows, count, *, seed=0):
     return (draws * torch.arange(1, count + 1)).long()
 
 
+def few_paths(rows, count, *, seed=0, most=8):
+    """Random parents [rows, count] with at most `most` columns that no other continues."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.zeros(rows, count, dtype=torch.int64)
+    for row in range(rows):
+        leaves = {0}
+        for column in range(1, count + 1):
+            free = range(column) if len(leaves) < most else sorted(leaves)
+            parent = free[int(torch.randint(len(free), (1,), generator=generator))]
+            leaves = (leaves - {parent}) | {column}
+            parents[row, column - 1] = parent
+    return parents
+
+
 def test_masks_are_the_closure_of_the_parents():
     parents = random_parents(20, MOST_COLUMNS - 1)
     masks = ancestor_masks(parents)

@@ -78,15 +78,17 @@ CASES = {
         )
     },
     **{
-        f"gdn_verify-{name}-record": (
+        f"gdn_verify-{name}-record{'-tree' if tree else ''}": (
             "gdn_verify.record_kernel",
             {
+                **({"ancestors": "*i32"} if tree else {}),
                 **dict.fromkeys(("projected", "a", "b", "conv_weight", "conv_history"), BF16),
                 **dict.fromkeys(("query", "record_conv", "record_key", "record_value"), BF16),
                 **dict.fromkeys(("a_log", "dt_bias", "record_gate"), FP32),
                 **dict.fromkeys(("slots", "counts"), INT64),
             },
             {
+                **({} if tree else {"ancestors": None}),
                 "KEYS": 2048,
                 "VALUES": 128 * heads,
                 "HEADS": heads,
@@ -96,19 +98,22 @@ CASES = {
             {"num_warps": 2},
         )
         for name, heads, block in (("27B", 48, 64), ("35B", 32, 32))
+        for tree in (False, True)
     },
     **{
-        f"gdn_verify-{name}": (
+        f"gdn_verify-{name}{'-tree' if tree else ''}": (
             "gdn_verify.gdn_verify_kernel",
             {
+                **({"ancestors": "*i32"} if tree else {}),
                 **dict.fromkeys(("query", "record_key", "record_value", "out"), BF16),
                 **dict.fromkeys(("state", "record_gate"), FP32),
                 **dict.fromkeys(("slots", "counts"), INT64),
             },
-            geometry,
+            geometry | ({} if tree else {"ancestors": None}),
             {"num_warps": 1, "enable_fp_fusion": False},
         )
         for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
+        for tree in (False, True)
     },
     **{
         f"gdn_fold-{name}": (
@@ -242,3 +247,6 @@ def test_verify_and_fold_sum_in_the_same_order(name):
 
     assert len(sums(f"gdn_fold-{name}")) == 2
     assert sums(f"gdn_verify-{name}") == sums(f"gdn_fold-{name}")
+    # a path's columns are found by sums of integers besides
+    real = {(shape, layout) for shape, layout in sums(f"gdn_verify-{name}-tree") if "f32" in shape}
+    assert real == sums(f"gdn_fold-{name}")

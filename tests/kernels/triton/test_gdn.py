@@ -7,6 +7,8 @@ from kernels.gdn_fold import gdn_fold
 from kernels.gdn_fold.reference import gdn_fold as fold_reference
 from kernels.gdn_verify import GdnRecord, gdn_verify
 from kernels.gdn_verify.reference import gdn_verify as verify_reference
+from kernels.trees import ancestor_masks
+from tests.kernels.test_trees import few_paths
 
 NAN = float("nan")
 GEOMETRIES = [(1, 1, 4, 4), (2, 4, 7, 5), (1, 2, 16, 20)]  # Hk, Hv, Dk, Dv
@@ -83,6 +85,48 @@ def test_inputs_may_be_part_of_wider_columns(gdn):
         "conv_weight": arguments["conv_weight"].t().contiguous().t(),
     }
     assert torch.equal(gdn_verify(**arguments | parts), expected)
+
+
+def in_trees(arguments, *, seed=0, most=8):
+    """Every row a tree of its own; masks of dead columns are wrong."""
+    rows, width = arguments["projected"].shape[:2]
+    masks = ancestor_masks(few_paths(rows, width - 1, seed=seed, most=most))
+    for row, count in enumerate(arguments["counts"].tolist()):
+        masks[row, count:] = -1
+    return arguments | {"ancestors": masks}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize(("counts", "W"), [((2, 3), 3), ((12, 0, 7), 12), ((32,), 32)], ids=str)
+def test_trees_equal_reference(gdn, distance, geometry, counts, W):
+    arguments = gdn.block(len(counts), W, geometry)
+    arguments["counts"] = torch.tensor(counts)
+    arguments = in_trees(arguments, seed=W)
+    for row, count in enumerate(counts):
+        arguments["projected"][row, count:] = NAN
+    actual, mine, expected, theirs = both(arguments)
+    assert distance(actual, expected) < 2e-6
+    for row, count in enumerate(counts):
+        assert not actual[row, count:].any()
+        for plane, other in zip(mine, theirs, strict=True):
+            assert plane[row, count:].isnan().all()
+            assert distance(plane[row, :count], other[row, :count]) < 2e-6
+
+
+@pytest.mark.parametrize("most", [1, 2, 8], ids="paths={}".format)
+def test_every_path_is_a_chain_of_its_own_columns_bit_for_bit(gdn, most):
+    arguments = in_trees(gdn.block(2, 14, (1, 2, 16, 20)), most=most)
+    out = gdn_verify(**arguments)
+    for row in range(2):
+        masks = [int(mask) & 0xFFFFFFFF for mask in arguments["ancestors"][row]]
+        for column in (5, 9, 12, 13):
+            path = [j for j in range(14) if masks[column] >> j & 1]
+            alone = arguments | {"ancestors": None, "counts": torch.tensor([len(path)])}
+            for name in ("projected", "a", "b"):
+                alone[name] = arguments[name][row : row + 1, path]
+            alone["slots"] = arguments["slots"][row : row + 1]
+            alone["record"] = GdnRecord(*(p[row : row + 1, path] for p in arguments["record"]))
+            assert torch.equal(gdn_verify(**alone)[0], out[row, path])
 
 
 class Layers:
