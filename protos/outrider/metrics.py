@@ -2,7 +2,7 @@
 
 A round may add some dozens of numbers, so that adding one must cost next to nothing: no lock, no
 label look-up. Each counter and histogram is written by one thread; a scrape reads them as they
-stand, and derives every total from what it read.
+stand, and derives every total from what it read. Only a scrape needs prometheus_client.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Metrics:
         values: Sequence[str] = ("",),
     ) -> dict[str, Histogram]:
         """Histograms by the values of a label; without a label there is one, under ""."""
-        from prometheus_client.metrics_core import HistogramMetricFamily
-
         histograms = {value: Histogram(ends) for value in values}
         labels = [] if label is None else [label]
 
         def family() -> Metric:
+            from prometheus_client.metrics_core import HistogramMetricFamily
+
             made = HistogramMetricFamily(f"{self._prefix}_{name}", meaning, labels=labels)
             for value, histogram in histograms.items():
                 key = [] if label is None else [value]
@@ -112,11 +112,11 @@ class Metrics:
             read: Its value, or values by the label's; called on the scraping thread.
             label: The label's name, for a read that gives several values.
         """
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
-        make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
 
         def family() -> Metric:
+            from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+            make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
             made = make(f"{self._prefix}_{name}", meaning, labels=[] if label is None else [label])
             values = read()
             if isinstance(values, Mapping):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -65,6 +67,19 @@ def test_everything_is_shown_as_prometheus_reads_it():
         ("p_now", "state=down"): 0,
         ("p_bytes_total", ""): 7,
     }
+
+
+def test_counting_needs_no_prometheus_client():
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from drafter.metrics import DrafterMetrics\n"
+        "from verifier.metrics import VerifierMetrics\n"
+        "metrics = VerifierMetrics(); metrics.row_committed(3, 2, 3)\n"
+        "metrics.round_ended(1, 5, 1, 1, 1); DrafterMetrics().round_ended(1, 1, 3)\n"
+        "print(metrics.live.total)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("3.0\n", "")
 
 
 def get(address: str, path: str = "/metrics") -> str:
