@@ -153,17 +153,23 @@ class Endpoint:
         address: Where it listens, with the real port.
 
     Raises:
-        MetricsError: The address is taken or is none.
+        MetricsError: The address is taken or is none, or prometheus-client is not installed.
     """
 
     def __init__(self, metrics: Metrics, address: str) -> None:
-        from prometheus_client import (
-            CollectorRegistry,
-            GCCollector,
-            PlatformCollector,
-            ProcessCollector,
-            start_http_server,
-        )
+        try:
+            from prometheus_client import (
+                CollectorRegistry,
+                GCCollector,
+                PlatformCollector,
+                ProcessCollector,
+                start_http_server,
+            )
+        except ImportError:
+            raise MetricsError(
+                "--metrics-listen: expected prometheus-client, of the extra outrider[serve], got "
+                "none installed"
+            ) from None
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(metrics)

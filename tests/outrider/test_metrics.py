@@ -104,6 +104,12 @@ def test_a_port_alone_is_on_loopback(address):
         get(endpoint.address)
 
 
+def test_a_port_without_prometheus_client_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MetricsError, match=r"expected prometheus-client, of the extra outrider"):
+        Endpoint(Metrics("p"), "0")
+
+
 def test_a_taken_port_and_what_is_no_address_are_refused():
     endpoint = Endpoint(Metrics("p"), "127.0.0.1:0")
     try:

@@ -20,7 +20,7 @@ from outrider import __version__
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
-# what the extra `serve` brings, by import name
+# what every service needs of the extra `serve`, by import name
 SERVE_MODULES = (
     "torch",
     "numpy",
@@ -30,7 +30,6 @@ SERVE_MODULES = (
     "grpc_health",
     "grpc_reflection",
     "structlog",
-    "prometheus_client",
     "rich",
 )
 
@@ -99,13 +98,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def require_serve_extra() -> None:
+def require_serve_extra(*further: str) -> None:
     """Refuses to go on when a part of the extra `serve` is not installed.
+
+    Args:
+        further: Modules of it that only some verbs need.
 
     Raises:
         VerbError: With the command that installs it.
     """
-    missing = [name for name in SERVE_MODULES if not _installed(name)]
+    missing = [name for name in (*SERVE_MODULES, *further) if not _installed(name)]
     if missing:
         raise VerbError(
             "running the services needs the extra outrider[serve]: pip install '.[serve]' in a "

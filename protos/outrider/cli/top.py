@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Shows both services until interrupted."""
-    require_serve_extra()
+    require_serve_extra("prometheus_client")
     if not options.interval >= LEAST_INTERVAL:
         wrong_use(f"--interval: expected at least {LEAST_INTERVAL}, got {options.interval}")
     looks = _looks((options.metrics, options.drafter_metrics), options.interval)
