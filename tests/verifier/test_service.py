@@ -644,6 +644,17 @@ def test_a_client_that_leaves_while_it_is_behind_is_forgotten_at_once(served):
     assert sink.gone
 
 
+def pinging(every: int) -> list[tuple[str, int]]:
+    """Arguments of a channel of its own that pings each so many seconds, also when it is idle."""
+    return [
+        ("grpc.keepalive_time_ms", every * 1000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("silence", "ping_every"),
     [(6, 1), pytest.param(90, 10, marks=pytest.mark.slow)],
@@ -657,14 +668,7 @@ def test_a_silent_generation_outlives_a_client_that_pings(served, silence, ping_
         play(request, sink)
 
     served.engine.script = script
-    options = [
-        ("grpc.keepalive_time_ms", ping_every * 1000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    with grpc.insecure_channel(served.address, options=options) as channel:
+    with grpc.insecure_channel(served.address, options=pinging(ping_every)) as channel:
         states: list[grpc.ChannelConnectivity] = []
         channel.subscribe(states.append)
         began = time.monotonic()
@@ -674,6 +678,22 @@ def test_a_silent_generation_outlives_a_client_that_pings(served, silence, ping_
         # a GOAWAY would have let the call finish and taken the connection away
         time.sleep(0.2)
         assert states[-1] is grpc.ChannelConnectivity.READY
+        assert states.count(grpc.ChannelConnectivity.READY) == 1
+
+
+@pytest.mark.parametrize(
+    ("idle", "ping_every"),
+    [(4, 1), pytest.param(300, 10, marks=[pytest.mark.slow, pytest.mark.timeout(400)])],
+    ids=["4_s_1_s_pings", "300_s_10_s_pings"],
+)
+def test_an_idle_channel_that_pings_is_not_sent_away(served, idle, ping_every):
+    with grpc.insecure_channel(served.address, options=pinging(ping_every)) as channel:
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        stub = pb_grpc.GenerationServiceStub(channel)
+        assert stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20).model_name == "tiny"
+        time.sleep(idle)
+        assert stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20).model_name == "tiny"
         assert states.count(grpc.ChannelConnectivity.READY) == 1
 
 

@@ -210,7 +210,7 @@ def verifier_lines(change: Change) -> Lines:
         ("drafter", "connected" if now.value(f"{V}_drafter_connected") else "away"),
         ("link since start", _events(now, f"{V}_link_events_total",
                                      ("losses", "round_timeouts", "reseeds", "backlog_reopens"))),
-        ("features and proposals", _traffic(change, f"{V}_wire_bytes_total")),
+        ("wire", _traffic(change, f"{V}_wire_bytes_total")),
         ("prefix hits", change.share(f"{V}_cached_tokens_total", f"{V}_prompt_tokens_total")
                         + " of prompt tokens"),
     ]  # fmt: skip
