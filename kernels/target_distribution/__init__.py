@@ -15,10 +15,12 @@ Maths:
         9. top_p < 1: the shortest prefix of that order whose weights reach top_p * (sum of w over
            what step 7 left) stays, crossing token included
         p = w / sum of what stays; the first of the order always stays
+    With ancestors the block is a tree (`kernels.trees`): the overlay is the tokens of the columns
+    in the column's mask, the anchor's excepted, and its depth takes the place of i in step 2.
 
 Shapes:
     logits [B, W, V]; proposals [B, K] int64, W <= K + 1; counts [B] int64 live columns
-    rows: `SamplingRows`
+    rows: `SamplingRows`; ancestors [B, W] int32
     Returns p [B, W, V] FP32.
 
 Domain:
@@ -28,8 +30,8 @@ Domain:
 
 Numerics:
     FP32. Rows and columns do not influence each other: each p is the same bits alone or in a
-    batch. A row with a live public logit that is not finite gets NaN in all of its live columns,
-    so that p[b, 0, 0] tells.
+    batch, and in a tree as in a chain of its ancestors. A row with a live public logit that is not
+    finite gets NaN in all of its live columns, so that p[b, 0, 0] tells.
 
 Effects:
     None. Dead columns are exact zero and their logits are not looked at.
@@ -44,6 +46,7 @@ from torch import Tensor
 
 from kernels.checks import require, require_that
 from kernels.dispatch import select
+from kernels.trees import MOST_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -95,16 +98,24 @@ class SamplingRows:
 
 
 def target_distribution(
-    logits: Tensor, proposals: Tensor, counts: Tensor, rows: SamplingRows, *, public_vocab: int
+    logits: Tensor,
+    proposals: Tensor,
+    counts: Tensor,
+    rows: SamplingRows,
+    *,
+    public_vocab: int,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Processes logits into p; see the module's contract.
 
     Args:
         logits: [B, W, V] raw logits.
-        proposals: [B, K] int64, d_1..d_K.
+        proposals: [B, K] int64, tokens of columns 1..K.
         counts: [B] int64 live columns.
         rows: how each row samples.
         public_vocab: ids from here on have p = 0.
+        ancestors: [B, W] int32, bit j of entry i: column j is before column i, or is it. None: a
+            chain.
 
     Returns:
         p [B, W, V] FP32.
@@ -121,7 +132,10 @@ def target_distribution(
     require("temperature", rows.temperature, (batch,))
     require("generated_counts", rows.generated_counts, (None, vocab))
     require_that(1 <= public_vocab <= vocab, "public_vocab", f"1..{vocab}", public_vocab)
+    if ancestors is not None:
+        require("ancestors", ancestors, (batch, width), torch.int32)
+        require_that(width <= MOST_COLUMNS, "logits", f"at most {MOST_COLUMNS} columns", width)
     result: Tensor = select("target_distribution", logits).target_distribution(
-        logits, proposals, counts, rows, public_vocab=public_vocab
+        logits, proposals, counts, rows, public_vocab=public_vocab, ancestors=ancestors
     )
     return result

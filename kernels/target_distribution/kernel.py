@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernels.linear_topk.kernel import LOWEST_KEY, key_id, key_value, rank_key
 from kernels.overlap import OVERLAPPED, enter
+from kernels.trees import MOST_COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,7 @@ _RANKED = 32
 _NO_WEIGHT = tl.constexpr(104.0)
 _NEAR = tl.constexpr(32.0)
 _LINEAR_STEPS = tl.constexpr(24)
+_BITS = tl.constexpr(MOST_COLUMNS)
 
 
 @triton.jit
@@ -45,6 +47,7 @@ def _process_kernel(
     logits,
     proposals,
     counts,
+    ancestors,
     temperatures,
     presences,
     frequencies,
@@ -79,6 +82,10 @@ def _process_kernel(
     if column >= tl.load(counts + row):
         tl.store(out, tl.zeros([CHUNK], tl.float32), mask=at < V)
     else:
+        depth = column
+        if ancestors is not None:
+            mask = tl.load(ancestors + row * width + column)
+            depth = tl.sum((mask >> tl.arange(0, _BITS)) & 1, axis=0) - 1
         public = at < public_vocab
         logits_at = logits + row * logits_row + column.to(tl.int64) * logits_column + at
         z = tl.load(logits_at, mask=public, other=0.0).to(tl.float32)
@@ -92,14 +99,15 @@ def _process_kernel(
             count = tl.load(generated_counts + lane + at, mask=public, other=0)
             for earlier in range(column):
                 draft = tl.load(proposals + row * proposals_row + earlier)
-                count += (at == draft).to(tl.int32)
+                overlaid = (at == draft).to(tl.int32)
+                count += overlaid if ancestors is None else overlaid * ((mask >> earlier + 1) & 1)
             generated = count > 0
             seen = tl.load(prompt_seen + lane + at, mask=public, other=0) != 0
             scaled = tl.where(z > 0.0, tl.div_rn(z, repetition), z * repetition)
             z = tl.where(seen | generated, scaled, z)
             bias -= presence * generated.to(tl.float32) + frequency * count.to(tl.float32)
         z += bias
-        if column < tl.load(min_tokens + row * whole_row) - tl.load(output_index + row):
+        if depth < tl.load(min_tokens + row * whole_row) - tl.load(output_index + row):
             stops = tl.load(stop_mask + lane + at, mask=public, other=0) != 0
             z = tl.where(stops, float("-inf"), z)
         keys = tl.where(public, rank_key(z, at), LOWEST_KEY)
@@ -349,7 +357,13 @@ def _columns(*wishes: Tensor) -> tuple[tuple[Tensor, ...], int]:
 
 
 def target_distribution(
-    logits: Tensor, proposals: Tensor, counts: Tensor, rows: SamplingRows, *, public_vocab: int
+    logits: Tensor,
+    proposals: Tensor,
+    counts: Tensor,
+    rows: SamplingRows,
+    *,
+    public_vocab: int,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """See the contract."""
     B, W, V = logits.shape
@@ -378,6 +392,7 @@ def target_distribution(
         logits,
         proposals.contiguous(),
         counts,
+        None if ancestors is None else ancestors.contiguous(),
         temperature,
         presence,
         frequency,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from kernels.trees import members
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +29,21 @@ class _Row(NamedTuple):
 
 
 def target_distribution(
-    logits: Tensor, proposals: Tensor, counts: Tensor, rows: SamplingRows, *, public_vocab: int
+    logits: Tensor,
+    proposals: Tensor,
+    counts: Tensor,
+    rows: SamplingRows,
+    *,
+    public_vocab: int,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """See the contract."""
+    batch, width, _ = logits.shape
+    # whether a column's overlay has the token of a later one of these: bool [B, W, W - 1]
+    if ancestors is None:
+        seen = _earlier(width, logits.device).expand(batch, -1, -1)
+    else:
+        seen = members(ancestors)[..., 1:]
     p = torch.zeros(logits.shape, device=logits.device)
     wishes = zip(
         rows.temperature.tolist(),
@@ -52,7 +67,8 @@ def target_distribution(
             p[index, :count] = torch.nan
             continue
         row = _Row(*wish)
-        z = _penalised(z, proposals[index, : count - 1], row, rows)
+        overlay = seen[index, :count, : count - 1]
+        z = _penalised(z, proposals[index, : count - 1], overlay, row, rows)
         if row.temperature <= 0.0:
             out.scatter_(1, z.max(dim=1, keepdim=True).indices, 1.0)
         elif row.top_p < 1.0 or 0 < row.top_k < public_vocab:
@@ -67,33 +83,42 @@ def _finite(z: Tensor) -> bool:
     return bool(z.sum().isfinite()) or bool(z.isfinite().all())
 
 
-def _penalised(z: Tensor, drafts: Tensor, row: _Row, rows: SamplingRows) -> Tensor:
-    """Steps 2 to 5 on z [n, vocab]; drafts [n - 1] are the overlay. Never writes into z."""
+@lru_cache(maxsize=64)
+def _earlier(width: int, device: torch.device) -> Tensor:
+    """Of a chain, which tokens of columns 1.. are in each column's overlay."""
+    with torch.inference_mode(False):
+        return torch.ones(width, width - 1, dtype=torch.bool, device=device).tril_(-1)
+
+
+def _penalised(z: Tensor, drafts: Tensor, seen: Tensor, row: _Row, rows: SamplingRows) -> Tensor:
+    """Steps 2 to 5 on z [n, vocab]; never writes into z.
+
+    drafts [n - 1] are the tokens of columns 1.., of which bool [n, n - 1] says who sees which.
+    """
     vocab = z.shape[1]
     bias = rows.logit_bias[row.lane, :vocab]
     biased = bool(bias.any())
     counting = row.repetition != 1.0 or row.presence != 0.0 or row.frequency != 0.0
     if counting:
-        drafts = drafts[drafts < vocab]
+        public = drafts < vocab
+        tokens, seen_tokens = drafts[public], seen[:, public]
         count = rows.generated_counts[row.lane, :vocab]
-        seen = rows.prompt_seen[row.lane, :vocab]
-        penalised = _shifted(z, count, seen, bias, row)
-        if drafts.numel():
+        prompt = rows.prompt_seen[row.lane, :vocab]
+        penalised = _shifted(z, count, prompt, bias, row)
+        if tokens.numel():
             # only the overlay's tokens differ between columns: do those again, column by column
-            column = torch.arange(z.shape[0], device=z.device)[:, None, None]
-            earlier = torch.arange(drafts.shape[0], device=z.device)[:, None] < column
-            overlay = ((drafts[:, None] == drafts) & earlier).sum(dim=1)
+            overlay = ((tokens[:, None] == tokens) & seen_tokens.unsqueeze(2)).sum(dim=1)
             overlaid = _shifted(
-                z[:, drafts], count[drafts] + overlay, seen[drafts], bias[drafts], row
+                z[:, tokens], count[tokens] + overlay, prompt[tokens], bias[tokens], row
             )
-            penalised[:, drafts] = overlaid
+            penalised[:, tokens] = overlaid
         z = penalised
     elif biased:
         z = z + bias
     guarded = row.min_tokens - row.output_index
     if guarded > 0:
-        z = z if counting or biased else z.clone()
-        z[:guarded].masked_fill_(rows.stop_mask[row.lane, :vocab], -torch.inf)
+        early = seen.sum(dim=1, keepdim=True) < guarded
+        z = z.masked_fill(early & rows.stop_mask[row.lane, :vocab], -torch.inf)
     return z
 
 

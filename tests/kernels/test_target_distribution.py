@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kernels.target_distribution import SamplingRows, target_distribution
+from kernels.trees import ancestor_masks
 
 
 @dataclass
@@ -70,13 +71,18 @@ def tables(rows, vocab):
     )
 
 
-def run(logits, rows, proposals=None, counts=None, public=None):
+def run(logits, rows, proposals=None, counts=None, public=None, ancestors=None):
     batch, width, vocab = logits.shape
     if proposals is None:
         proposals = torch.zeros(batch, width - 1, dtype=torch.int64)
     counts = torch.full((batch,), width) if counts is None else torch.tensor(counts)
     return target_distribution(
-        logits, proposals, counts, tables(rows, vocab), public_vocab=public or vocab
+        logits,
+        proposals,
+        counts,
+        tables(rows, vocab),
+        public_vocab=public or vocab,
+        ancestors=ancestors,
     )
 
 
@@ -135,7 +141,7 @@ def restated(z, row, overlay, column, public):
     return p
 
 
-def expect(logits, rows, proposals=None, counts=None, public=None):
+def expect(logits, rows, proposals=None, counts=None, public=None, ancestors=None):
     """Runs the op and holds every column to the restatement."""
     batch, width, vocab = logits.shape
     drafts = proposals.tolist() if proposals is not None else [[0] * (width - 1)] * batch
@@ -144,11 +150,15 @@ def expect(logits, rows, proposals=None, counts=None, public=None):
     for b, row in enumerate(rows):
         for i in range(counts[b]):
             z = logits[b, i].double().tolist()
+            before_it = range(1, i + 1)
+            if ancestors is not None:
+                before_it = [c for c in before_it if int(ancestors[b, i]) >> c & 1]
+            overlay = [drafts[b][c - 1] for c in before_it]
             wanted[b, i] = torch.tensor(
-                restated(z, row, drafts[b][:i], i, public or vocab), dtype=torch.float64
+                restated(z, row, overlay, len(overlay), public or vocab), dtype=torch.float64
             )
     before = logits.clone()
-    p = run(logits, rows, proposals, counts, public)
+    p = run(logits, rows, proposals, counts, public, ancestors)
     assert p.dtype is torch.float32
     assert torch.equal(before.nan_to_num(7.0), logits.nan_to_num(7.0))
     torch.testing.assert_close(p.double(), wanted, atol=2e-6, rtol=1e-4)
@@ -331,6 +341,27 @@ def test_presence_penalty_counts_the_drafts_before_each_column():
     assert p[0].argmax(dim=1).tolist() == [0, 1, 1]
     p = run(logits, [Row(temperature=0.0, frequency=0.3)], torch.tensor([[0, 0]]))
     assert p[0].argmax(dim=1).tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_tree_s_column_has_the_history_of_its_own_path(name):
+    proposals = torch.tensor([[3, 3, 50, 7, 3, 1], [7, 1, 3, 3, 7, 9]])
+    masks = ancestor_masks(torch.tensor([[0, 1, 0, 3, 2, 2], [0, 0, 0, 1, 4, 5]]))
+    masks[1, 5:] = -1
+    rows = [SINGLE[name], SINGLE[name]]
+    expect_clear(
+        lambda seed: normal(2, 7, 400, seed=seed), rows, proposals, [7, 5], ancestors=masks
+    )
+
+
+def test_a_path_is_the_same_bits_in_a_tree_and_alone():
+    rows = list(SINGLE.values())
+    logits = normal(len(rows), 6, 400, seed=4)
+    proposals = torch.tensor([[3, 7, 3, 1, 2]]).expand(len(rows), 5)
+    masks = ancestor_masks(torch.tensor([[0, 1, 0, 3, 4]]).expand(len(rows), 5))
+    tree = run(logits, rows, proposals, ancestors=masks)
+    path = [0, 3, 4, 5]
+    assert torch.equal(run(logits[:, path], rows, proposals[:, [2, 3, 4]]), tree[:, path])
 
 
 def test_repetition_penalty_sees_prompt_and_drafts():

@@ -144,17 +144,20 @@ CASES = {
         {"NODES": 32, "BLOCK_C": 16, "BLOCK_R": 256},
         {},
     ),
-    "distribution-process": (
-        "target_distribution._process_kernel",
-        typed(
-            fp32="logits temperatures presences frequencies repetitions logit_bias p",
-            int32="generated_counts faults",
-            int64="proposals counts min_tokens output_index lanes tile_keys",
-            flags="prompt_seen stop_mask",
-        ),
-        {"CHUNK": 4096, "TILE": 64},
-        {"num_warps": 8},
-    ),
+    **{
+        f"distribution-process{'-tree' if tree else ''}": (
+            "target_distribution._process_kernel",
+            typed(
+                fp32="logits temperatures presences frequencies repetitions logit_bias p",
+                int32="generated_counts faults" + tree * " ancestors",
+                int64="proposals counts min_tokens output_index lanes tile_keys",
+                flags="prompt_seen stop_mask",
+            ),
+            {"CHUNK": 4096, "TILE": 64} | ({} if tree else {"ancestors": None}),
+            {"num_warps": 8},
+        )
+        for tree in (False, True)
+    },
     "distribution-cut": (
         "target_distribution._cut_kernel",
         typed(

@@ -7,6 +7,7 @@ import torch
 
 from kernels.target_distribution import SamplingRows, kernel, target_distribution
 from kernels.target_distribution.reference import target_distribution as reference
+from kernels.trees import ancestor_masks
 
 V, PUBLIC = 300, 291
 NEUTRAL = {
@@ -75,9 +76,10 @@ def small_passes(monkeypatch):
     monkeypatch.setattr(kernel, "_RANKED", 8)
 
 
-def check(logits, proposals, counts, rows, public=PUBLIC):
-    actual = target_distribution(logits, proposals, counts, rows, public_vocab=public)
-    expected = reference(logits, proposals, counts, rows, public_vocab=public)
+def check(logits, proposals, counts, rows, public=PUBLIC, ancestors=None):
+    wanted = {"public_vocab": public, "ancestors": ancestors}
+    actual = target_distribution(logits, proposals, counts, rows, **wanted)
+    expected = reference(logits, proposals, counts, rows, **wanted)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
     return actual, expected
 
@@ -166,3 +168,15 @@ def test_row_and_column_are_the_same_bits_alone_and_among_others(random):
             logits[part, :2], proposals[part], torch.tensor([2]), one, public_vocab=PUBLIC
         )
         assert torch.equal(alone[0], together[row, :2])
+
+
+def test_trees_equal_reference_and_a_path_the_same_bits_alone(random):
+    wishes = [WISHES[name] for name in ("penalties", "greedy-penalties", "min-tokens", "all")]
+    rows, logits = rows_of(wishes), random(4, 6, V)
+    proposals = torch.tensor([[3, 7, 3, 3, 9]]).expand(4, 5)
+    masks = ancestor_masks(torch.tensor([[0, 1, 0, 3, 4]]).expand(4, 5))
+    masks[3, 4:] = -1
+    tree, _ = check(logits, proposals, torch.tensor([6, 6, 6, 4]), rows, ancestors=masks)
+    path = [0, 3, 4, 5]
+    alone, _ = check(logits[:, path], proposals[:, 2:], torch.tensor([4, 4, 4, 2]), rows)
+    assert torch.equal(alone, tree[:, path])
