@@ -30,6 +30,35 @@ _BONUS = tl.constexpr(int(Purpose.BONUS))
 
 
 @triton.jit
+def leave_chunk(
+    mine,
+    weight,
+    chunk,
+    chunks,
+    row,
+    weights,
+    tile_keys,
+    masses,
+    amounts,
+    V,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Stores one chunk of the weights that the terminal token is drawn from, and their sums."""
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < V
+    tl.store(weights + row * V + at, weight, mask=inside)
+    line = row * chunks + chunk
+    keys = tl.reshape(tl.where(inside, rank_key(mine, at), LOWEST_KEY), [CHUNK // TILE, TILE])
+    tile_at = tile_keys + line * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
+    tl.store(tile_at, tl.max(keys, axis=1))
+    tl.store(masses + line * 2, tl.sum(weight, axis=0))
+    tl.store(masses + line * 2 + 1, tl.sum(mine, axis=0))
+    tl.store(amounts + line * 2, tl.sum((weight > 0.0).to(tl.int32), axis=0))
+    tl.store(amounts + line * 2 + 1, tl.sum((mine > 0.0).to(tl.int32), axis=0))
+
+
+@triton.jit
 def _accept_kernel(
     p,
     proposals,
@@ -89,15 +118,9 @@ def _accept_kernel(
             q_token = tl.load(candidate_probabilities + rejecting + candidate)
             weight = tl.where(at == token, weight - q_token, weight)
         weight = tl.maximum(weight, 0.0)
-    tl.store(weights + row * V + at, weight, mask=inside)
-    line = row * chunks + chunk
-    keys = tl.reshape(tl.where(inside, rank_key(mine, at), LOWEST_KEY), [CHUNK // TILE, TILE])
-    tile_at = tile_keys + line * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
-    tl.store(tile_at, tl.max(keys, axis=1))
-    tl.store(masses + line * 2, tl.sum(weight, axis=0))
-    tl.store(masses + line * 2 + 1, tl.sum(mine, axis=0))
-    tl.store(amounts + line * 2, tl.sum((weight > 0.0).to(tl.int32), axis=0))
-    tl.store(amounts + line * 2 + 1, tl.sum((mine > 0.0).to(tl.int32), axis=0))
+    leave_chunk(
+        mine, weight, chunk, chunks, row, weights, tile_keys, masses, amounts, V, CHUNK, TILE
+    )
 
 
 @triton.jit
@@ -133,6 +156,56 @@ def _search(order, source, V, goal, amount, highest, PASS: tl.constexpr):
 
 
 @triton.jit
+def draw_terminal(
+    order,
+    weights,
+    tile_keys,
+    masses,
+    amounts,
+    row,
+    u,
+    V,
+    chunks,
+    tiles,
+    CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKED: tl.constexpr,
+    PASS: tl.constexpr,
+):
+    """The token that u falls on, of a row's weights as `leave_chunk` left them, by p at `order`."""
+    at = tl.arange(0, CHUNKS)
+    inside = at < chunks
+    line = row * chunks + at
+    at_t = tl.arange(0, TILES)
+    bests = tl.load(tile_keys + row * tiles + at_t, mask=at_t < tiles, other=LOWEST_KEY)
+    highest = tl.max(bests, axis=0)
+    mass = tl.sum(tl.load(masses + line * 2, mask=inside, other=0.0), axis=0)
+    amount = tl.sum(tl.load(amounts + line * 2, mask=inside, other=0), axis=0)
+    source = weights + row * V
+    if mass <= 0.0:
+        # where p equals q only rounding can have rejected, and p itself is what is left
+        source = order
+        mass = tl.sum(tl.load(masses + line * 2 + 1, mask=inside, other=0.0), axis=0)
+        amount = tl.sum(tl.load(amounts + line * 2 + 1, mask=inside, other=0), axis=0)
+    goal = u * mass
+    terminal = key_id(highest)
+    if goal >= tl.load(source + terminal):
+        # most other draws fall on the next few ranks
+        keys = best_of_tiles(order, bests, V, RANKED, TILE)
+        rank = tl.arange(0, RANKED)
+        weight = tl.load(source + key_id(keys), mask=keys != LOWEST_KEY, other=0.0)
+        falls = (tl.cumsum(weight, axis=0) > goal) & (weight > 0.0)
+        found = tl.min(tl.where(falls, rank, RANKED), axis=0)
+        only = tl.max(tl.where(rank == found, keys, LOWEST_KEY), axis=0)
+        if found == RANKED:
+            only = _search(order, source, V, goal, amount, highest, PASS)
+        # nothing has weight where p is not a number; any id will do then
+        terminal = tl.where(only == LOWEST_KEY, terminal, key_id(only))
+    return terminal
+
+
+@triton.jit
 def _draw_kernel(
     p,
     proposals,
@@ -159,38 +232,27 @@ def _draw_kernel(
     enter()
     row = tl.program_id(0).to(tl.int64)
     passed = tl.load(accepted + row)
-    at = tl.arange(0, CHUNKS)
-    inside = at < chunks
-    line = row * chunks + at
-    at_t = tl.arange(0, TILES)
-    bests = tl.load(tile_keys + row * tiles + at_t, mask=at_t < tiles, other=LOWEST_KEY)
-    highest = tl.max(bests, axis=0)
-    mass = tl.sum(tl.load(masses + line * 2, mask=inside, other=0.0), axis=0)
-    amount = tl.sum(tl.load(amounts + line * 2, mask=inside, other=0), axis=0)
-    order = p + (row * (drafts + 1) + passed) * V
-    source = weights + row * V
-    if mass <= 0.0:
-        # where p equals q only rounding can have rejected, and p itself is what is left
-        source = order
-        mass = tl.sum(tl.load(masses + line * 2 + 1, mask=inside, other=0.0), axis=0)
-        amount = tl.sum(tl.load(amounts + line * 2 + 1, mask=inside, other=0), axis=0)
     seed = tl.load(seeds + row).to(tl.uint64)
     key = (tl.load(frontiers + row) + passed + 1).to(tl.uint64)
     purpose = tl.where(passed < tl.load(live + row), _CORRECTION, _BONUS).to(tl.uint64)
-    goal = draw(seed, key, purpose, tl.full([], 0, tl.uint64)) * mass
-    terminal = key_id(highest)
-    if goal >= tl.load(source + terminal):
-        # most other draws fall on the next few ranks
-        keys = best_of_tiles(order, bests, V, RANKED, TILE)
-        rank = tl.arange(0, RANKED)
-        weight = tl.load(source + key_id(keys), mask=keys != LOWEST_KEY, other=0.0)
-        falls = (tl.cumsum(weight, axis=0) > goal) & (weight > 0.0)
-        found = tl.min(tl.where(falls, rank, RANKED), axis=0)
-        only = tl.max(tl.where(rank == found, keys, LOWEST_KEY), axis=0)
-        if found == RANKED:
-            only = _search(order, source, V, goal, amount, highest, PASS)
-        # nothing has weight where p is not a number; any id will do then
-        terminal = tl.where(only == LOWEST_KEY, terminal, key_id(only))
+    u = draw(seed, key, purpose, tl.full([], 0, tl.uint64))
+    terminal = draw_terminal(
+        p + (row * (drafts + 1) + passed) * V,
+        weights,
+        tile_keys,
+        masses,
+        amounts,
+        row,
+        u,
+        V,
+        chunks,
+        tiles,
+        CHUNKS,
+        TILES,
+        TILE,
+        RANKED,
+        PASS,
+    )
     column = tl.arange(0, WIDTH)
     draft = tl.load(proposals + row * drafts + column, mask=column < passed, other=0)
     token = tl.where(column == passed, terminal, draft)

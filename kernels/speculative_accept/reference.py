@@ -35,7 +35,7 @@ def speculative_accept(
         return uniform(seeds.unsqueeze(1), frontiers.unsqueeze(1) + offsets, purposes)
 
     if drafts == 0:
-        return _draw(p[:, 0], p[:, 0], lambda: draws()[:, 0]).unsqueeze(1), torch.zeros_like(live)
+        return draw(p[:, 0], p[:, 0], lambda: draws()[:, 0]).unsqueeze(1), torch.zeros_like(live)
     chosen = proposals.unsqueeze(2)
     target = p[:, :drafts].gather(2, chosen).squeeze(2)
     # candidates beside the proposal count nothing towards q(d)
@@ -58,7 +58,7 @@ def speculative_accept(
         keys = accepted + torch.where(rejected, drafts, 2 * drafts)
         return draws().gather(1, keys.unsqueeze(1)).squeeze(1)
 
-    terminal = _draw(order, weights, terminal_draws)
+    terminal = draw(order, weights, terminal_draws)
     tokens = torch.zeros(batch, width, dtype=torch.int64, device=p.device)
     torch.mul(proposals, columns < accepted.unsqueeze(1), out=tokens[:, :drafts])
     return tokens.scatter_(1, accepted.unsqueeze(1), terminal.unsqueeze(1)), accepted
@@ -91,7 +91,7 @@ def _residual(p: Tensor, ids: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
     return residual if has_mass.all() else torch.where(has_mass, residual, p)
 
 
-def _draw(order: Tensor, weights: Tensor, draws: Callable[[], Tensor]) -> Tensor:
+def draw(order: Tensor, weights: Tensor, draws: Callable[[], Tensor]) -> Tensor:
     """Draws a token [B] by inverse cumulative weights, ranked by `order` [B, V].
 
     `draws` gives u [B]; it is not asked where one token has all the weight.
@@ -109,7 +109,7 @@ def _draw(order: Tensor, weights: Tensor, draws: Callable[[], Tensor]) -> Tensor
 
 
 def _draw_ranked(order: Tensor, weights: Tensor, goal: Tensor, count: int) -> Tensor:
-    """As `_draw` for goals [B, 1]; ranks `count` entries, or more where those do not do."""
+    """As `draw` for goals [B, 1]; ranks `count` entries, or more where those do not do."""
     vocab = order.shape[1]
     if count < vocab:
         values, columns = order.topk(count, dim=1)

@@ -194,6 +194,32 @@ CASES = {
         VOCABULARY | {"WIDTH": 8, "TILES": 4096, "TILE": 64, "RANKED": 32},
         {"num_warps": 16},
     ),
+    "tree-accept-outside": (
+        "tree_accept._outside_kernel",
+        typed(fp32="p outside", int32="ancestors", int64="live candidate_ids"),
+        {"CHUNK": 4096},
+        {"num_warps": 8},
+    ),
+    "tree-accept-walk": (
+        "tree_accept._walk_kernel",
+        typed(
+            fp32="p candidate_probabilities outside weights masses",
+            int32="ancestors rejected amounts",
+            int64="proposals live candidate_ids seeds frontiers accepted columns tile_keys",
+        ),
+        {"CANDIDATES": 16, "CHUNKS": 64, "CHUNK": 4096, "TILE": 64},
+        {"num_warps": 8},
+    ),
+    "tree-accept-terminal": (
+        "tree_accept._terminal_kernel",
+        typed(
+            fp32="p weights masses",
+            int32="rejected amounts",
+            int64="proposals seeds frontiers accepted columns tile_keys tokens",
+        ),
+        VOCABULARY | {"TILES": 4096, "TILE": 64, "RANKED": 32},
+        {"num_warps": 16},
+    ),
     "logprobs-chunk_keys": (
         "token_logprobs._chunk_keys_kernel",
         typed(fp32="scores", int64="keys"),
