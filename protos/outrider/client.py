@@ -253,7 +253,8 @@ class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate` and `stream`. What is left out is neutral; 0 is a value.
 
     One of the positional prompt, prompt_ids and messages is given. The others mean what the field
-    of the same name in generation_service.proto means; timeout is in seconds.
+    of the same name in generation_service.proto means; timeout is in seconds. x_request_id and
+    traceparent (W3C) go along as metadata, into the logs and traces of both services.
     """
 
     prompt_ids: Iterable[int] | None
@@ -281,6 +282,8 @@ class GenerateOptions(TypedDict, total=False):
     draft_tokens: int | None
     return_rounds: bool | None
     timeout: float | None
+    x_request_id: str | None
+    traceparent: str | None
 
 
 _SAMPLING = (
@@ -341,6 +344,16 @@ def _request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt_ids", given["prompt_ids"])
     return request
+
+
+def _trail(options: GenerateOptions) -> Iterator[tuple[str, str]]:
+    """The metadata by which a call is found again."""
+    for name, value in (
+        ("x-request-id", options.get("x_request_id")),
+        ("traceparent", options.get("traceparent")),
+    ):
+        if value is not None:
+            yield name, value
 
 
 def _chat(messages: Sequence[Message], given: Mapping[str, Any]) -> pb.Chat:
@@ -649,7 +662,8 @@ class Client:
         self.close()
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Any:
-        return self._stub.Generate(request, timeout=options.get("timeout"), metadata=self._metadata)
+        metadata = (*self._metadata, *_trail(options))
+        return self._stub.Generate(request, timeout=options.get("timeout"), metadata=metadata)
 
     def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
         try:
@@ -835,7 +849,8 @@ class AsyncClient:
         await self.close()
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Any:
-        return self._stub.Generate(request, timeout=options.get("timeout"), metadata=self._metadata)
+        metadata = (*self._metadata, *_trail(options))
+        return self._stub.Generate(request, timeout=options.get("timeout"), metadata=metadata)
 
     async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
         try:

@@ -326,6 +326,10 @@ def test_spans_of_both_services_hang_below_the_caller_s(dense, serve, monkeypatc
     pair, client = serve(dense, "dflash2", draft_tokens=K)
     with grpc.insecure_channel(pair.address) as channel:
         list(start(channel, "r-1", traceparent=f"00-{TRACE}-{PARENT}-01"))
+    other = TRACE[::-1]
+    client.generate(
+        prompt_ids=prompt(9), max_tokens=4, traceparent=f"00-{other}-{PARENT}-01", x_request_id="x"
+    )
     client.generate(prompt_ids=prompt(9), max_tokens=4)
     pair.expect_idle()
     pair.verifier.stop(0)
@@ -334,6 +338,8 @@ def test_spans_of_both_services_hang_below_the_caller_s(dense, serve, monkeypatc
         service: [s for s in exporter.get_finished_spans() if f"{s.context.trace_id:032x}" == TRACE]
         for service, exporter in exporters.items()
     }
+    every = exporters["outrider-verifier"].get_finished_spans()
+    assert sum(f"{s.context.trace_id:032x}" == other for s in every) == 4, "by the SDK too"
     by_name = {span.name: span for span in spans["outrider-verifier"]}
     assert by_name.keys() == {"queue", "prefill", "decode", "generate"}
     whole = by_name["generate"]
