@@ -388,16 +388,28 @@ class Engine:
 
     def _fork(self, leader: Sequence, follower: Sequence) -> None:
         """Lets another sample of the request start where its leader's prompt ends."""
-        follower.leader = None
         image = self._state.view(leader.residency, leader.prompt_end)
         tail = 1 if leader.prompt_end % self._state.page_size else 0
         if not self._checkpoints.reclaim(tail):
-            return  # it prefills for itself
-        if self._state.resume(follower.residency, image, leader.prompt_end):
-            follower.frontier = leader.prompt_end
-            if leader.context is not None:
-                follower.context = self._link.fork(leader.context, follower.ticket.trail)
-            self._count("forks")
+            self._stand_alone(follower)
+            return
+        resumed = self._state.resume(follower.residency, image, leader.prompt_end)
+        assert resumed  # the page that the frontier cuts was all it needed
+        follower.leader, follower.frontier = None, leader.prompt_end
+        if leader.context is not None:
+            follower.context = self._link.fork(leader.context, follower.ticket.trail)
+        self._count("forks")
+
+    def _dismiss_followers(self, leader: Sequence) -> None:
+        """Lets those that waited for a prefill do it for themselves: it will not be done."""
+        for follower in self._resident:
+            if follower.leader is leader:
+                self._stand_alone(follower)
+
+    def _stand_alone(self, follower: Sequence) -> None:
+        follower.leader = None
+        if follower.request.draft_tokens:
+            follower.context = self._link.context(follower.ticket.trail)
 
     def _continue_checkpoint(self, sequence: Sequence) -> None:
         """Lets a sample begin behind the longest kept prefix of its prompt."""
@@ -480,9 +492,7 @@ class Engine:
             self._resident.remove(sequence)
             self._paused.append(sequence)
             self._paused.sort(key=lambda s: s.order)
-        for follower in self._resident:
-            if follower.leader is sequence:
-                follower.leader = None
+        self._dismiss_followers(sequence)
         if self._keeps_snapshot(sequence):
             image = self._state.view(sequence.residency, sequence.frontier)
             sequence.snapshot = self._checkpoints.store_snapshot(image)
@@ -662,9 +672,7 @@ class Engine:
         with self._lock:
             held = self._resident if sequence in self._resident else self._paused
             held.remove(sequence)
-        for follower in self._resident:
-            if follower.leader is sequence:
-                follower.leader = None
+        self._dismiss_followers(sequence)
         if sequence.snapshot is not None:
             self._host.forget(sequence.snapshot)
         if sequence.completed:

@@ -56,6 +56,27 @@ class Recorder:
         raise AssertionError(fault)
 
 
+def greedy_request(
+    name: str, index: int, ids: list[int], count: int, draft_tokens: int = K
+) -> Request:
+    return Request(
+        request_id=name,
+        sample_index=index,
+        prompt_ids=tuple(ids),
+        sampling=Sampling(temperature=0.0),
+        max_tokens=count,
+        min_tokens=0,
+        stop=(),
+        stop_token_ids=frozenset(),
+        logprobs=None,
+        draft_tokens=draft_tokens,
+        return_rounds=False,
+        arrival_ns=time.monotonic_ns(),
+        deadline_ns=None,
+        boundary=max(0, len(ids) - 4),
+    )
+
+
 class NoServer:
     """What a served verifier would bring beside its engine."""
 
@@ -167,26 +188,7 @@ def machine(folder: Path, kind: str, expected: Any) -> type[RuleBasedStateMachin
             name = f"r{len(self.requests)}"
             sinks = [Recorder() for _ in range(samples)]
             self.engine.submit(
-                [
-                    Request(
-                        request_id=name,
-                        sample_index=index,
-                        prompt_ids=tuple(ids),
-                        sampling=Sampling(temperature=0.0),
-                        max_tokens=count,
-                        min_tokens=0,
-                        stop=(),
-                        stop_token_ids=frozenset(),
-                        logprobs=None,
-                        draft_tokens=draft_tokens,
-                        return_rounds=False,
-                        arrival_ns=time.monotonic_ns(),
-                        deadline_ns=None,
-                        boundary=max(0, len(ids) - 4),
-                    )
-                    for index in range(samples)
-                ],
-                sinks,
+                [greedy_request(name, i, ids, count, draft_tokens) for i in range(samples)], sinks
             )
             self.requests[name] = (ids, count, sinks)
 
@@ -347,6 +349,27 @@ def run(folder: Path, kind: str, oracle: torch.nn.Module, examples: int, steps: 
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_whose_leader_is_paused_prefill_for_themselves_and_draft(dense, oracle, kind):
+    services = Services(dense, kind)
+    try:
+        engine, sinks, ids = services.engine, [Recorder(), Recorder()], prompt(90, seed=4)
+        engine.submit([greedy_request("two", index, ids, MOST) for index in range(2)], sinks)
+        services.turn()
+        leader = next(s for s in engine._resident if s.leader is None)
+        assert leader.frontier == CHUNK
+        with torch.inference_mode():
+            engine._pause(leader)
+        while engine._live:
+            services.turn()
+        for sink in sinks:
+            assert sink.token_ids == greedy(oracle, ids, MOST)
+            assert sink.finish_seen.usage.proposed > 0
+        assert "forks" not in engine._counters
+    finally:
+        services.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
