@@ -160,8 +160,8 @@ class MeasuredRounds(Rounds):
         state.conv_history[:, slot].normal_()
         context = sequence.context
         if context is not None:
-            self.link.ensure_open(context, first, sequence.prompt_end)
-            wanted = self.link.wanted_from(context)
+            self.link.ensure_open(context, first, sequence.needed)
+            wanted = self.link.wanted_from(context, sequence.needed)
             if wanted is not None and wanted < end:
                 self.link.extend(context, wanted, self._feature_rows(end - wanted))
         sequence.frontier = end
@@ -182,7 +182,7 @@ class MeasuredRounds(Rounds):
             super().run(rows)
             return
         if orders.cell not in self._begun and not self._gathered(rows, orders.rows):
-            self._take_arrived()
+            self.take_arrived()
             self.link.pump(drafting=False)
             time.sleep(HOLD_S)
             return

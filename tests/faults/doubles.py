@@ -20,7 +20,7 @@ from drafter.selector import Proposals
 from kernels.candidate_selector import candidate_selector
 from outrider.client import Client
 from tests.tiny_target import TEXT
-from verifier.blocks import Blocks
+from verifier.blocks import Block, Blocks
 from verifier.drafter_link import Ask, Drafted, DrafterLink
 from verifier.state import Residency
 from verifier.target import Forward, Target
@@ -37,7 +37,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, law: Law) -> None:
 
     The model still runs: KV, records, features and state are those of the tokens it was given.
     """
-    prefill, verify = Target.prefill, Target.verify
+    prefill, verify, first_token = Target.prefill, Target.verify, Blocks.first_token
 
     def prefilled(self, residency, token_ids, first, *, want_logits) -> Forward:
         forward = prefill(self, residency, token_ids, first, want_logits=want_logits)
@@ -52,6 +52,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, law: Law) -> None:
             forward.logits.copy_(law(frontiers[:, None] + torch.arange(token_ids.shape[1])))
         return forward
 
+    def first(self, residency, token_id, end) -> Block:
+        block = first_token(self, residency, token_id, end)
+        block.buffers.results.logits.copy_(law(torch.tensor([[end - 1]])))
+        return block
+
+    monkeypatch.setattr(Blocks, "first_token", first)
     monkeypatch.setattr(Target, "prefill", prefilled)
     monkeypatch.setattr(Target, "verify", verified)
 
