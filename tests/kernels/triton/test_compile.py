@@ -168,6 +168,22 @@ CASES = {
         {"D": 256, **RUNS, "RUNS": 16, "BLOCK": 256},
         {},
     ),
+    "tree_compact-columns": (
+        "tree_compact.columns_kernel",
+        {"plane": BF16, "columns": INT64},
+        {"BLOCK": 2048},
+        {},
+    ),
+    "tree_compact-pages": (
+        "tree_compact.pages_kernel",
+        {
+            "key_pages": BF16,
+            "value_pages": "*fp16",
+            **dict.fromkeys(("page_tables", "frontiers", "columns"), INT64),
+        },
+        {"BLOCK": 1024},
+        {},
+    ),
     "moe-route": (
         "moe.route_kernel",
         {
