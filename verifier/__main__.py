@@ -279,7 +279,10 @@ class Plan:
         )
         state = blocks.target.state
         host = HostImages(state, options.checkpoint_host_mib << 20)
-        self.sizes.append(("host: checkpoints and paused samples", host.byte_count))
+        self.sizes += [
+            ("host: checkpoints and paused samples", host.byte_count),
+            ("host: feature rows at most", self.feature_row_bytes(host.image_count)),
+        ]
         engine = Engine(
             rounds,
             state,
@@ -360,6 +363,14 @@ class Plan:
             max_context=self.max_context,
             max_message_bytes=serving.MESSAGE_LIMIT,
         )
+
+    def feature_row_bytes(self, host_images: int) -> int:
+        """Most host memory of feature rows: unsent ones, and S to build a lost context again."""
+        rows = self.backlog_rows() + self.draft.window + self.options.prefill_chunk
+        samples = self.options.max_concurrency
+        # checkpoints hold their last S rows, by reference where they overlap
+        kept = (self.options.checkpoint_slots + host_images) * self.draft.window
+        return (samples * rows + kept) * self.row_bytes
 
     def backlog_rows(self) -> int:
         """Unsent feature rows that one sequence may hold: its share of the backlog memory."""

@@ -561,7 +561,7 @@ def test_the_rows_that_are_kept_are_bounded(setup):
         if position % 3 == 0:
             s.link.pump(drafting=False)
             s.link.exchange([ask(context, position + 1)])
-        assert len(context.rows) <= S + K + 2
+        assert len(context.rows) <= S + K + 1
     assert s.link.feature_bytes == len(context.rows) * WIDTH * 4
     s.link.release(context)
     assert s.link.feature_bytes == 0
