@@ -1,4 +1,4 @@
-"""Plain torch form: the path first, then one column a step in all rows."""
+"""Plain torch form: the path at once, then one column a step in all rows that still grow."""
 
 from __future__ import annotations
 
@@ -28,112 +28,109 @@ def candidate_tree(
 ) -> Tree:
     """See the contract."""
     table = edges(scores, ids, projected, predecessor, successor, anchors)
-    growth = _Growth(ids, table, laws(table, temperatures), temperatures <= 0.0, width)
-    growth.follow(seeds, frontiers)
+    law = laws(table, temperatures)
+    greedy = temperatures <= 0.0
+    choices = table.max(dim=3).indices
+    if not greedy.all():
+        drawn = draw(law, seeds, frontiers)
+        choices = torch.where(greedy.view(-1, 1, 1), choices, drawn)
+    growth = _Growth(table, law, greedy, walk(choices), width)
     for column in range(ids.shape[1] + 1, width):
-        parent, grows = growth.choose(paths)
-        grows &= column < nodes
-        if not grows.any():
+        parents, grows = growth.choose(paths)
+        rows = (grows & (column < nodes)).nonzero().squeeze(1)
+        if not rows.numel():
             break
-        growth.add(column, parent, growth.draw(parent, seeds, frontiers), grows)
-    return growth.tree
+        growth.add(column, rows, parents[rows], seeds, frontiers)
+    return growth.tree(ids)
 
 
 class _Growth:
-    """Trees as far as they have grown; node tables have a line a column."""
+    """Trees as far as they have grown; node tables have a line a column, zero where none is yet."""
 
-    def __init__(self, ids: Tensor, table: Tensor, law: Tensor, greedy: Tensor, width: int) -> None:
-        rows, self.positions, k = ids.shape
-        lines = rows, width - 1
-        self.ids = ids
-        # a node at the last depth has no law: nothing of it is open
-        self.table = pad(table, (0, 0, 0, 0, 0, 1))  # [B, P + 1, k predecessors, k candidates]
-        self.law = pad(law, (0, 0, 0, 0, 0, 1))
-        self.greedy = greedy
-        self.rows = torch.arange(rows, device=ids.device)
-        self.tree = Tree(
-            ids.new_zeros(lines),
-            ids.new_zeros(lines),
-            ids.new_zeros(lines),
-            ids.new_zeros(rows),
-            ids.new_zeros(*lines, k),
-            law.new_zeros(*lines, k),
-        )
-        self.depth = ids.new_zeros(rows, width)
-        self.children = ids.new_zeros(rows, width)
-        self.score = law.new_zeros(rows, width)
-        self.node_edges = table.new_zeros(rows, width, k)
-        self.node_law = law.new_zeros(rows, width, k)
-        self.open = law.new_zeros(rows, width, k)
-        self.untaken = torch.ones(rows, width, k, dtype=torch.bool, device=ids.device)
-        every = torch.ones_like(greedy)
-        self._place(0, self.rows * 0, self.rows * 0, every)
-        self.score[:, 0] = 1.0
-
-    def follow(self, seeds: Tensor, frontiers: Tensor) -> None:
-        """Columns 1..P: the selector's path."""
-        law, best = self.law[:, :-1], self.table[:, :-1].max(dim=3).indices
-        drawn = torch.where(self.greedy.view(-1, 1, 1), best, draw(law, seeds, frontiers))
-        every = torch.ones_like(self.greedy)
-        for position, ranks in enumerate(walk(drawn).unbind(1)):
-            self.add(position + 1, torch.full_like(ranks, position), ranks, every)
+    def __init__(
+        self, table: Tensor, law: Tensor, greedy: Tensor, ranks: Tensor, width: int
+    ) -> None:
+        """Begins with the path of these ranks [B, P]."""
+        batch, positions, _, k = table.shape
+        self.greedy, self.all_greedy = greedy, bool(greedy.all())
+        # law and edges after each candidate; at the last depth nothing can be drawn
+        self.after = pad(torch.stack([law, table], dim=3), (0, 0, 0, 0, 0, 0, 0, 1))
+        self.nodes = law.new_zeros(batch, width, 2, k)
+        before = pad(ranks, (1, 0))
+        rows = torch.arange(batch, device=ranks.device).unsqueeze(1)
+        steps = torch.arange(positions + 1, device=ranks.device)
+        self.nodes[:, : positions + 1] = self.after[rows, steps, before]
+        self.open = self.nodes[:, :, 0].clone()
+        worth = self.open[:, :positions].gather(2, ranks.unsqueeze(2)).squeeze(2)
+        self.open[:, :positions].scatter_(2, ranks.unsqueeze(2), 0.0)
+        self.score = law.new_zeros(batch, width)
+        self.score[:, : positions + 1] = pad(worth.cumprod(dim=1), (1, 0), value=1.0)
+        # of each column its depth, rank, parent, and number of children, -1 before it is there
+        self.depth, self.rank, self.parent, self.children = ranks.new_zeros(4, batch, width)
+        self.depth[:, : positions + 1] = steps
+        self.rank[:, 1 : positions + 1] = ranks
+        self.parent[:, 1 : positions + 1] = steps[:-1]
+        self.children[:, :positions] = 1
+        self.children[:, positions + 1 :] = -1
 
     def choose(self, paths: Tensor) -> tuple[Tensor, Tensor]:
         """The node [B] that gets the next child, and whether there is one."""
-        mass = self.open.sum(dim=2)
-        expected = torch.where(
-            self.greedy.unsqueeze(1), self.open.amax(dim=2), self.open.square().sum(dim=2) / mass
-        )
-        priority = self.score * expected
+        worth = self.open.amax(dim=2)
+        if not self.all_greedy:
+            mean = self.open.square().sum(dim=2) / self.open.sum(dim=2)
+            worth = torch.where(self.greedy.unsqueeze(1), worth, mean)
+        priority = self.score * worth
         leaf = self.children == 0
-        # a node's line counts from its own column on
-        alive = torch.arange(leaf.shape[1], device=leaf.device) <= self.tree.counts.unsqueeze(1)
-        branches = (leaf & alive).sum(dim=1) < paths
-        allowed = (priority > 0.0) & (leaf | branches.unsqueeze(1))
-        best = torch.where(allowed, priority, 0.0).max(dim=1)
+        allowed = leaf | (leaf.sum(dim=1) < paths).unsqueeze(1)
+        allowed &= priority > 0.0
+        best = priority.mul_(allowed).nan_to_num_(0.0).max(dim=1)
         return best.indices, best.values > 0.0
 
-    def draw(self, parent: Tensor, seeds: Tensor, frontiers: Tensor) -> Tensor:
-        """Rank of each parent's next child."""
-        at = self.rows, parent
-        law, untaken = self.open[at], self.untaken[at]
-        sub = ((parent + 1) << 5) | self.children[at]
-        u = uniform(seeds, frontiers + self.depth[at], Purpose.PROPOSAL, sub).unsqueeze(1)
-        passed = (law.cumsum(dim=1) <= u * law.sum(dim=1, keepdim=True)).sum(dim=1)
-        ranks = torch.arange(law.shape[1], device=law.device)
-        # rounding can leave the whole sum below the goal: then the last open rank
-        drawn = torch.minimum(passed, ((law > 0.0) * ranks).amax(dim=1))
-        best = torch.where(untaken, self.node_edges[at], -torch.inf).max(dim=1).indices
-        return torch.where(self.greedy, best, drawn)
+    def add(
+        self, column: int, rows: Tensor, parents: Tensor, seeds: Tensor, frontiers: Tensor
+    ) -> None:
+        """Draws a child of the parents [n] of these rows [n], and puts it on the column."""
+        at = rows, parents
+        law, table = self.nodes[at].unbind(1)
+        depth, weights = self.depth[at], self.open[at]
+        # what is taken has no weight, and what has none is not the best
+        ranks = torch.where(weights > 0.0, table, -torch.inf).max(dim=1).indices
+        if not self.all_greedy:
+            sub = ((parents + 1) << 5) | self.children[at]
+            u = uniform(seeds[rows], frontiers[rows] + depth, Purpose.PROPOSAL, sub).unsqueeze(1)
+            passed = (weights.cumsum(dim=1) <= u * weights.sum(dim=1, keepdim=True)).sum(dim=1)
+            # rounding can leave the whole sum below the goal: then the last open rank
+            last = (weights > 0.0) * torch.arange(law.shape[1], device=law.device)
+            drawn = torch.minimum(passed, last.amax(dim=1))
+            ranks = torch.where(self.greedy[rows], ranks, drawn)
+        self.score[rows, column] = self.score[at] * law.gather(1, ranks.unsqueeze(1)).squeeze(1)
+        self.open[rows, parents, ranks] = 0.0
+        self.children[at] += 1
+        self.children[rows, column] = 0
+        self.depth[rows, column] = depth + 1
+        self.rank[rows, column] = ranks
+        self.parent[rows, column] = parents
+        after = self.after[rows, depth + 1, ranks]
+        self.nodes[rows, column] = after
+        self.open[rows, column] = after[:, 0]
 
-    def add(self, column: int, parent: Tensor, rank: Tensor, grows: Tensor) -> None:
-        """Puts the candidate of that rank on the column, in the rows that grow."""
-        at = self.rows, parent
-        depth, law = self.depth[at], self.node_law[at]
-        chosen = torch.zeros_like(law).scatter_(1, rank.unsqueeze(1), 1.0)
-        score = self.score[at] * (chosen * law).sum(dim=1)
-        candidates = self.ids[self.rows, depth.clamp(max=self.positions - 1)]
-        tree, line = self.tree, column - 1
-        for plane, values in (
-            (tree.tokens, candidates.gather(1, rank.unsqueeze(1)).squeeze(1)),
-            (tree.parents, parent),
-            (tree.depths, depth + 1),
-            (tree.candidate_ids, candidates),
-            (tree.probabilities, torch.where(self.greedy.unsqueeze(1), chosen, law)),
-        ):
-            plane[grows, line] = values[grows]
-        tree.counts.add_(grows)
-        taken = chosen.bool() & grows.unsqueeze(1)
-        self.untaken[at] &= ~taken
-        self.open[at] = torch.where(taken, 0.0, self.open[at])
-        self.children[at] += grows
-        self.score[:, column] = torch.where(grows, score, 0.0)
-        self._place(column, depth + 1, rank, grows)
-
-    def _place(self, column: int, depth: Tensor, rank: Tensor, grows: Tensor) -> None:
-        """A new node's depth and law; the anchor's stands at every rank of its position."""
-        at = self.rows, depth.clamp(max=self.positions), rank
-        self.depth[:, column] = depth
-        self.node_edges[:, column] = self.table[at]
-        self.node_law[:, column] = self.law[at]
-        self.open[:, column] = torch.where(grows.unsqueeze(1), self.law[at], 0.0)
+    def tree(self, ids: Tensor) -> Tree:
+        """Columns 1.. as they are reported."""
+        alive = self.children[:, 1:] >= 0
+        parents, depths, ranks = self.parent[:, 1:], self.depth[:, 1:], self.rank[:, 1:]
+        rows = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
+        candidates = ids[rows, (depths - 1).clamp(min=0)]
+        chosen = ranks.unsqueeze(2)
+        law = self.nodes[rows, parents, 0]
+        if self.greedy.any():
+            one_hot = torch.zeros_like(law).scatter_(2, chosen, 1.0)
+            law = torch.where(self.greedy.view(-1, 1, 1), one_hot, law)
+        shown = alive.unsqueeze(2)
+        return Tree(
+            candidates.gather(2, chosen).squeeze(2).mul_(alive),
+            parents.clone(),
+            depths.clone(),
+            alive.sum(dim=1),
+            candidates.mul_(shown),
+            torch.where(shown, law, 0.0),
+        )
