@@ -18,6 +18,8 @@ from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import Pair, served
 
 K = 3
+# far above what a round takes on a busy host, even over the slow networks below
+DRAFT_TIMEOUT_MS = 2000
 GREEDY = {"temperature": 0, "ignore_eos": True}
 OWN = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -55,7 +57,7 @@ def _net(folder, **options: object) -> Iterator[Net]:
                 folder / "target",
                 folder / "dflash2",
                 draft_tokens=K,
-                draft_timeout_ms=500,
+                draft_timeout_ms=DRAFT_TIMEOUT_MS,
                 drafter_via=via,
                 **options,
             )
@@ -162,7 +164,7 @@ def test_a_bad_network_to_the_drafter_costs_speed_and_nothing_else(net, oracle, 
 
 def test_a_drafter_that_answers_too_late_is_lost_and_found_again(net, oracle):
     with Client(net.pair.address) as client:
-        net.back.delay_s = 0.8  # beyond --draft-timeout-ms
+        net.back.delay_s = 1.2 * DRAFT_TIMEOUT_MS / 1000
         run = client.generate(prompt_ids=prompt(20), max_tokens=40, **GREEDY)
         assert list(run.token_ids) == greedy(oracle, prompt(20), 40)
         assert net.pair.verifier.engine.link.counters["round_timeouts"] >= 1
