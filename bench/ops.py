@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from kernels import dynamic_grouped_conv
 from kernels.add_rms_norm import add_rms_norm
+from kernels.candidate_tree import candidate_tree
 from kernels.causal_attention import causal_attention
 from kernels.context_kv_materialize import context_kv_materialize
 from kernels.gated_rms_norm import gated_rms_norm
@@ -36,6 +37,9 @@ from kernels.moe import moe
 from kernels.rms_norm import rms_norm
 from kernels.sliding_window_attention import sliding_window_attention
 from kernels.swiglu import swiglu
+from kernels.tree_accept import tree_accept
+from kernels.tree_compact import compact_columns, compact_pages
+from kernels.trees import ancestor_masks
 
 COLD_BYTES = 600e6  # several times the cache
 MOST_SETS = 64
@@ -172,8 +176,11 @@ def norms(g: Geometry, B: int, W: int) -> Iterator[Case]:
         yield Case("swiglu", f"{B * W} x {inner}", 6 * B * W * inner, activation)
 
 
-def attentions(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
-    """Paged attention at each context."""
+def attentions(
+    g: Geometry, B: int, W: int, contexts: list[int], masks: torch.Tensor | None = None
+) -> Iterator[Case]:
+    """Paged attention at each context, of chains or of trees with these masks."""
+    kind = "" if masks is None else ", tree"
     for context in contexts:
         pages = -(-(context + W) // PAGE)
         cells = g.key_heads * g.head_dim
@@ -187,10 +194,10 @@ def attentions(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Cas
             frontiers = torch.full((B,), context, device=DEVICE)
             counts = torch.full((B,), W, device=DEVICE)
             planes = (query, key, value, gate, key_pages, value_pages)
-            return lambda: causal_attention(*planes, order, frontiers, counts)
+            return lambda: causal_attention(*planes, order, frontiers, counts, masks)
 
         size = 4 * B * (context + 2 * W) * cells + 6 * B * W * g.heads * g.head_dim
-        yield Case("causal_attention", f"{B} x {W}, context {context}", size, made)
+        yield Case("causal_attention", f"{B} x {W}, context {context}{kind}", size, made)
 
 
 def records(g: Geometry, *lead: int) -> GdnRecord:
@@ -205,8 +212,8 @@ def records(g: Geometry, *lead: int) -> GdnRecord:
     )
 
 
-def recurrences(g: Geometry, B: int, W: int) -> Iterator[Case]:
-    """One layer's verify, and the fold of all layers."""
+def recurrences(g: Geometry, B: int, W: int, masks: torch.Tensor | None = None) -> Iterator[Case]:
+    """One layer's verify and the fold of all layers, or the verify of trees with these masks."""
     Hv, D, C, L = g.gdn_value_heads, g.gdn_dim, g.channels, g.gdn_layers
     slots = torch.arange(B, device=DEVICE)
     counts = torch.full((B,), W, device=DEVICE)
@@ -217,7 +224,8 @@ def recurrences(g: Geometry, B: int, W: int) -> Iterator[Case]:
         state = random(B, Hv, D, D, dtype=torch.float32, scale=0.1)
         history, record = random(B, 3, C), records(g, B, W)
         x = random(B, W, C)
-        return lambda: gdn_verify(x, *gates, *constants, state, history, slots, counts, record)
+        place = (state, history, slots, counts, record)
+        return lambda: gdn_verify(x, *gates, *constants, *place, masks)
 
     def fold() -> Callable[[], object]:
         state = random(L, B, Hv, D, D, dtype=torch.float32, scale=0.1)
@@ -226,7 +234,10 @@ def recurrences(g: Geometry, B: int, W: int) -> Iterator[Case]:
 
     state_bytes = 4 * B * Hv * D * D
     column_bytes = 2 * B * W * (C + 2 * Hv)
-    yield Case("gdn_verify", f"{B} x {W}", state_bytes + 3 * column_bytes, verify)
+    kind = "" if masks is None else ", tree"
+    yield Case("gdn_verify", f"{B} x {W}{kind}", state_bytes + 3 * column_bytes, verify)
+    if masks is not None:
+        return
     size = L * (2 * state_bytes + column_bytes)
     yield Case("gdn_fold", f"{L} layers, {B} x {W}", size, fold)
 
@@ -277,6 +288,55 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
     made = (ranking, enter, leave, attention, materialize)
     for (op, size), call in zip(sizes.items(), made, strict=True):
         yield Case(op, f"{B} x {W}", size, call)
+
+
+def trees(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
+    """What a tree changes, and what only trees need: half a path, the rest two branches of it."""
+    if W < 4:
+        return
+    path, V, k = W // 2, g.vocabulary, g.candidates
+    parents = [
+        c - 1 if c <= path else max(c - path - 1, 0) if c <= path + 2 else c - 2
+        for c in range(1, W)
+    ]
+    masks = ancestor_masks(torch.tensor(parents, device=DEVICE).expand(B, W - 1))
+    columns = torch.arange(W, device=DEVICE).repeat(B, 1)
+    columns[:, 1] = path + 1
+    rows, zeros = torch.arange(B, device=DEVICE), torch.zeros(B, device=DEVICE, dtype=torch.int64)
+
+    def grow() -> Callable[[], object]:
+        scores = random(B, path, k, dtype=torch.float32).sort(dim=2, descending=True).values
+        ids = torch.randint(V, (B, path, k), device=DEVICE)
+        lattice = (scores, ids, random(B, path, 256), random(V, 256), random(V, 256))
+        temperatures = torch.ones(B, device=DEVICE)
+        limits = (zeros + W, zeros + 8)
+        return lambda: candidate_tree(*lattice, zeros, temperatures, rows, zeros, *limits, width=W)
+
+    def accept() -> Callable[[], object]:
+        p = random(B, W, V, dtype=torch.float32).softmax(dim=2)
+        ids = torch.arange(k, device=DEVICE).expand(B, W - 1, k)
+        law = torch.full((B, W - 1, k), 1 / k, device=DEVICE)
+        tokens = (torch.arange(W - 1, device=DEVICE) % k).expand(B, W - 1)
+        return lambda: tree_accept(p, tokens, zeros + W - 1, masks, ids, law, rows, zeros)
+
+    def compact() -> Callable[[], object]:
+        planes = [*records(g, g.gdn_layers, B, W), random(1, B, W, g.hidden)]
+        pages = random(g.gdn_layers // 3, 2 * B, PAGE, g.key_heads, g.head_dim)
+        table = torch.arange(2 * B, device=DEVICE).view(B, 2)
+
+        def moved() -> None:
+            compact_columns(planes, columns)
+            compact_pages(pages, pages, table, zeros, columns)
+
+        return moved
+
+    yield from attentions(g, B, W, contexts, masks)
+    yield from recurrences(g, B, W, masks)
+    yield Case("candidate_tree", f"{B} x {W}, path of {path}", 2 * B * W * (k + 2) * 256, grow)
+    yield Case("tree_accept", f"{B} x {W}", 4 * B * W * V, accept)
+    entry = g.channels + 2 * g.gdn_value_heads * g.gdn_dim
+    size = 4 * B * (g.gdn_layers * entry + g.hidden)
+    yield Case("tree_compact", f"{B} rows, one column", size, compact)
 
 
 def experts(g: Geometry, B: int, W: int) -> Iterator[Case]:
@@ -390,6 +450,7 @@ def cases(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
     yield from norms(g, B, W)
     yield from attentions(g, B, W, contexts)
     yield from recurrences(g, B, W)
+    yield from trees(g, B, W, contexts)
     yield from experts(g, B, W)
     yield from drafts(g, B, W)
     yield from chains(g, B, W, contexts)
