@@ -42,6 +42,9 @@ FEATURE_MESSAGE_BYTES = serving.MESSAGE_LIMIT - 4096  # room for the fields besi
 UNANSWERED_FEATURES = 8
 FEATURE_ALLOWANCE_NS = 50_000_000  # added to a round's deadline for each Features message before it
 WELCOME_TIMEOUT_S = 10.0
+ABANDON_S = 2.0  # a call that has not ended so long after its cancellation is left behind
+# connections of its own for each dial: one that hangs must not be handed to the next
+DIAL_OPTIONS = (*serving.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 FIRST_BACKOFF_S, LAST_BACKOFF_S, REFUSED_BACKOFF_S = 0.1, 5.0, 30.0
 # after one of these the drafter has no usable context under this epoch
 REOPENING = frozenset(
@@ -152,6 +155,7 @@ class _Stream:
     ) -> None:
         self.address = address
         self.memory = memory
+        self.closed_ns = 0  # when it was closed from here, if it was
         self._counters = counters
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
         self.call = stub.DraftRounds(self._requests(), metadata=metadata)
@@ -165,8 +169,19 @@ class _Stream:
         self._outgoing.put(wire.DraftRoundsRequest(**event))  # type: ignore[arg-type]
 
     def close(self) -> None:
+        self.closed_ns = self.closed_ns or time.monotonic_ns()
         self._outgoing.put(None)
         self.call.cancel()
+
+
+@dataclass(eq=False)
+class _Call:
+    """How a call went, for the thread that dials."""
+
+    welcomed: bool = False
+    refused: bool = False
+    detail: str = "the stream ended"
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -711,7 +726,7 @@ class DrafterLink:
         """Applies one inbox entry; returns a RoundReply that answers the unanswered round."""
         message = arrived.message
         event = message.WhichOneof("event") if message is not None else None
-        if message is not None and event == "welcome":
+        if message is not None and event == "welcome" and not arrived.stream.closed_ns:
             self._connect(arrived.stream, message.welcome)
         elif arrived.stream is not self._stream:
             self.counters["stale_messages"] += message is not None
@@ -840,7 +855,6 @@ class DrafterLink:
         while not self._stopping.is_set():
             address = next(addresses)
             channel = self._channel(address)
-            welcomed, detail, refused = False, "the stream ended", False
             stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
             memory = self._memory_to_offer(address)
             stream = _Stream(stub, address, memory, self._metadata, self.counters)
@@ -849,24 +863,21 @@ class DrafterLink:
             silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
             silence.daemon = True
             silence.start()
-            try:
-                stream.send(hello=self._greeting(memory))
-                for message in stream.call:
-                    self.counters["bytes_received"] += message.ByteSize()
-                    silence.cancel()
-                    if not welcomed:
-                        # whether it was taken or not, nobody will look for it any more
-                        self._withdraw_memory()
-                    welcomed = True
-                    self._deliver(_Arrived(stream, message))
-            except grpc.RpcError as error:
-                fault = faults.from_rpc_error(error)
-                detail = f"{fault.reason}: {fault.message}"
-                refused = fault.reason == "MODEL_MISMATCH"
-            finally:
-                silence.cancel()
-                stream.close()
-                channel.close()
+            call = _Call()
+            # a thread of its own: a call may outlive its cancellation, and must not hold the dial
+            reader = threading.Thread(
+                target=self._read,
+                args=(call, stream, channel, silence),
+                name="drafter-reader",
+                daemon=True,
+            )
+            reader.start()
+            while not call.ended.wait(ABANDON_S):
+                if stream.closed_ns and time.monotonic_ns() - stream.closed_ns > ABANDON_S * 1e9:
+                    self.counters["abandoned_calls"] += 1
+                    break
+            silence.cancel()
+            welcomed, detail, refused = call.welcomed, call.detail, call.refused
             if self._stopping.is_set():
                 self._withdraw_memory()
                 return
@@ -883,6 +894,29 @@ class DrafterLink:
             self._stopping.wait(pause * random.uniform(0.8, 1.2))
             backoff = min(LAST_BACKOFF_S, backoff * 2)
         self._withdraw_memory()
+
+    def _read(
+        self, call: _Call, stream: _Stream, channel: grpc.Channel, silence: threading.Timer
+    ) -> None:
+        """Says Hello and delivers what comes, until the call ends."""
+        try:
+            stream.send(hello=self._greeting(stream.memory))
+            for message in stream.call:
+                self.counters["bytes_received"] += message.ByteSize()
+                silence.cancel()
+                if not call.welcomed:
+                    # whether it was taken or not, nobody will look for it any more
+                    self._withdraw_memory()
+                call.welcomed = True
+                self._deliver(_Arrived(stream, message))
+        except grpc.RpcError as error:
+            fault = faults.from_rpc_error(error)
+            call.detail = f"{fault.reason}: {fault.message}"
+            call.refused = fault.reason == "MODEL_MISMATCH"
+        finally:
+            call.ended.set()
+            stream.close()
+            channel.close()
 
     def _memory_to_offer(self, address: str) -> FeatureMemory | None:
         """Memory that no drafter has taken yet; None where there is none to share."""
@@ -916,8 +950,8 @@ class DrafterLink:
 
     def _channel(self, address: str) -> grpc.Channel:
         if self._credentials is None:
-            return grpc.insecure_channel(address, options=serving.CHANNEL_OPTIONS)
-        return grpc.secure_channel(address, self._credentials, options=serving.CHANNEL_OPTIONS)
+            return grpc.insecure_channel(address, options=DIAL_OPTIONS)
+        return grpc.secure_channel(address, self._credentials, options=DIAL_OPTIONS)
 
     def _deliver(self, arrived: _Arrived) -> None:
         self._inbox.put(arrived)

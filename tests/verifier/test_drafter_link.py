@@ -847,3 +847,57 @@ def test_drop_reaches_captures_wherever_they_are(setup):
     s.drafter.wait_for("drop")
     s.until(lambda: s.link.exchange([ask(context, 1)]).proposals)
     assert not s.link.holds(2), "its reply came after the drop"
+
+
+def test_a_call_that_does_not_end_is_left_behind_and_the_next_dial_connects(monkeypatch):
+    """It is cancelled for its silence, and goes on blocking its reader all the same."""
+    import verifier.drafter_link as module
+
+    release, hung = threading.Event(), []
+
+    class Hung:
+        def __iter__(self):
+            release.wait(30)
+            # a Welcome of a stream that was given up must not bring it back
+            yield wire.DraftRoundsResponse(welcome=wire.Welcome(max_context=7))
+
+        def cancel(self):
+            pass
+
+    class Stream(module._Stream):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if not hung:
+                self.call.cancel()
+                self.call = Hung()
+                hung.append(self)
+
+    monkeypatch.setattr(module, "_Stream", Stream)
+    monkeypatch.setattr(module, "WELCOME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(module, "ABANDON_S", 0.1)
+    drafter = ScriptedDrafter(greedy)
+    link = DrafterLink(
+        f"127.0.0.1:{drafter.port}",
+        wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100)),
+        row_bytes=4 * WIDTH,
+        window=S,
+        all_local=True,
+        timeout_ns=5_000_000_000,
+        backlog_rows=64,
+        on_event=lambda: None,
+    )
+    link.start()
+    try:
+        until(link, lambda: link.connected)
+        assert link.counters["abandoned_calls"] == 1
+        release.set()
+        time.sleep(0.1)
+        link.poll()
+        context = link.context()
+        link.ensure_open(context, 0, 4)
+        link.extend(context, 0, features(0, 4))
+        assert link.exchange([ask(context, 4)]).proposals
+        assert link._stream is not hung[0]
+    finally:
+        link.stop()
+        drafter.server.stop(None)
