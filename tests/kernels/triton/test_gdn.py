@@ -115,11 +115,11 @@ def test_trees_equal_reference(gdn, distance, geometry, counts, W):
 
 @pytest.mark.parametrize("most", [1, 2, 8], ids="paths={}".format)
 def test_every_path_is_a_chain_of_its_own_columns_bit_for_bit(gdn, most):
-    arguments = in_trees(gdn.block(2, 14, (1, 2, 16, 20)), most=most)
+    arguments = in_trees(gdn.block(2, 14, (1, 2, 16, 5)), most=most)
     out = gdn_verify(**arguments)
     for row in range(2):
         masks = [int(mask) & 0xFFFFFFFF for mask in arguments["ancestors"][row]]
-        for column in (5, 9, 12, 13):
+        for column in (9, 13):
             path = [j for j in range(14) if masks[column] >> j & 1]
             alone = arguments | {"ancestors": None, "counts": torch.tensor([len(path)])}
             for name in ("projected", "a", "b"):
