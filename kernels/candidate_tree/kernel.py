@@ -77,7 +77,7 @@ def _grow_kernel(  # noqa: PLR0915
     parent = tl.full([], 0, tl.int32)
     column = tl.full([], 1, tl.int32)
     position = tl.full([], 0, tl.int32)
-    growing = positions > 0
+    growing = tl.full([], 1, tl.int32)
     candidate, edge = edges_after(
         scores,
         ids,
@@ -98,7 +98,7 @@ def _grow_kernel(  # noqa: PLR0915
     _, q = law_of(edge, divisor)
     law = tl.where(node[:, None] == 0, q[None, :], law)
     edges = tl.where(node[:, None] == 0, edge[None, :], edges)
-    while growing:
+    while growing > 0:
         own = node == parent
         on_path = column <= positions
         position = tl.sum(tl.where(own, depth, 0), axis=0)
@@ -160,7 +160,7 @@ def _grow_kernel(  # noqa: PLR0915
 
         parent = column
         column += 1
-        growing = column <= positions
+        growing = (column <= positions).to(tl.int32)
         if column > positions:
             left = tl.where(((taken[:, None] >> rank[None, :]) & 1) == 0, law, 0.0)
             mean = tl.sum(left * left, axis=1) / tl.sum(left, axis=1)
@@ -171,7 +171,7 @@ def _grow_kernel(  # noqa: PLR0915
             priority = tl.where(allowed, priority, 0.0)
             highest = tl.max(priority, axis=0)
             parent = tl.min(tl.where(priority == highest, node, NODES), axis=0)
-            growing = (column < limit) & (highest > 0.0)
+            growing = ((column < limit) & (highest > 0.0)).to(tl.int32)
 
     tl.store(counts + row, (column - 1).to(tl.int64))
     nothing = tl.zeros([BLOCK_C], tl.float32)
