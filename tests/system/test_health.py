@@ -36,6 +36,7 @@ class Watched:
 
 
 def test_the_drafter_has_a_status_of_its_own_and_never_takes_the_verifier_down(dense, serve):
+    """F8: health says what is, through a lost drafter and a drain; watches end with it."""
     pair, _ = serve(dense, "dflash2", draft_tokens=3)
     with grpc.insecure_channel(pair.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -661,6 +661,7 @@ def pinging(every: int) -> list[tuple[str, int]]:
     ids=["6_s_silence_1_s_pings", "90_s_silence_10_s_pings"],
 )
 def test_a_silent_generation_outlives_a_client_that_pings(served, silence, ping_every):
+    """F1: no GOAWAY for too many pings."""
     speaks = threading.Event()
 
     def script(request: Request, sink: Sink) -> None:
@@ -687,6 +688,7 @@ def test_a_silent_generation_outlives_a_client_that_pings(served, silence, ping_
     ids=["4_s_1_s_pings", "300_s_10_s_pings"],
 )
 def test_an_idle_channel_that_pings_is_not_sent_away(served, idle, ping_every):
+    """F1: nor for pings without a call."""
     with grpc.insecure_channel(served.address, options=pinging(ping_every)) as channel:
         states: list[grpc.ChannelConnectivity] = []
         channel.subscribe(states.append)
