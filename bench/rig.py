@@ -34,7 +34,8 @@ import verifier.__main__ as verifier_main
 from bench.bandwidth import read_bandwidth
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import LicensedRow
-from verifier.drafter_link import Drafted, DrafterLink, Exchange
+from verifier.drafter_link import DrafterLink
+from verifier.proposals import Drafted, Exchange
 from verifier.request import Request
 from verifier.rounds import LicensedBlock, Rounds, VerifiedBlock
 from verifier.sequence import Sequence as Row

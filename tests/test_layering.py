@@ -12,7 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STUB_READERS = {
     "drafter": {"rounds", "service"},
-    "verifier": {"rounds", "drafter_link", "service", "gateway", "__main__", "validation"},
+    "verifier": {
+        "rounds",
+        "drafter_link",
+        "drafter_stream",
+        "proposals",
+        "service",
+        "gateway",
+        "__main__",
+        "validation",
+    },
 }
 
 

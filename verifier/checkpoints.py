@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from verifier.drafter_link import Context, DrafterLink
+from verifier.draft_context import Context
+from verifier.drafter_link import DrafterLink
 from verifier.features import FeatureRows
 from verifier.host_images import HostImage, HostImages
 from verifier.state import Residency, StateImage, TargetState

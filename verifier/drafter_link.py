@@ -1,10 +1,10 @@
 """The verifier's end of DraftRounds: one stream to one drafter, paced, and allowed to fail.
 
-Two threads. The link's own thread dials, says Hello and reads replies into an inbox; everything
-else runs on the engine thread, which never blocks on the stream: it waits for a RoundReply only
-when it asked for a proposal, and never longer than the round's deadline. Losing the drafter is a
-state, not an error: contexts close, and after a reconnection they open again and are seeded with
-the last S feature rows, which stay in host memory for that.
+Two threads. `Dialler` dials, says Hello and reads replies into an inbox on a thread of its own;
+everything here runs on the engine thread, which never blocks on the stream: it waits for a
+RoundReply only when it asked for a proposal, and never longer than the round's deadline. Losing the
+drafter is a state, not an error: contexts close, and after a reconnection they open again and are
+seeded with the last S feature rows, which stay in host memory for that.
 
 Checkpoints: the link captures a context once every row before the wanted position has been sent,
 and believes in a draft half only when the drafter has confirmed it. What is not there, whether
@@ -13,27 +13,24 @@ refused, evicted or lost with a stream, is no draft context, never an error.
 
 from __future__ import annotations
 
-import itertools
 import queue
-import random
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import grpc
-import numpy as np
 import structlog
 import torch
 
-from outrider import faults, serving, tensors
+from outrider import faults, serving
 from outrider.faults import FaultError
-from outrider.shared_memory import FeatureMemory, on_this_host
+from outrider.shared_memory import FeatureMemory
 from outrider.tracing import NO_TRAIL, Trail
 from outrider.v1 import draft_service_pb2 as wire
-from outrider.v1 import draft_service_pb2_grpc
+from verifier.draft_context import Context
+from verifier.drafter_stream import Arrived, Dialler, Stream
 from verifier.features import FeatureRows
+from verifier.proposals import NOTHING, Ask, Drafted, Exchange, decode_proposal
 
 log = structlog.get_logger("outrider.drafter_link")
 
@@ -41,11 +38,6 @@ FEATURE_ROWS_PER_MESSAGE = 64
 FEATURE_MESSAGE_BYTES = serving.MESSAGE_LIMIT - 4096  # room for the fields beside the rows
 UNANSWERED_FEATURES = 8
 FEATURE_ALLOWANCE_NS = 50_000_000  # added to a round's deadline for each Features message before it
-WELCOME_TIMEOUT_S = 10.0
-ABANDON_S = 2.0  # a call that has not ended so long after its cancellation is left behind
-# connections of its own for each dial: one that hangs must not be handed to the next
-DIAL_OPTIONS = (*serving.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-FIRST_BACKOFF_S, LAST_BACKOFF_S, REFUSED_BACKOFF_S = 0.1, 5.0, 30.0
 # after one of these the drafter has no usable context under this epoch
 REOPENING = frozenset(
     {"SEQUENCE_NOT_FOUND", "FEATURES_GAP", "FRONTIER_MISMATCH", "CHECKPOINT_NOT_FOUND"}
@@ -53,148 +45,8 @@ REOPENING = frozenset(
 CAPACITY_RETRY_NS = 1_000_000_000
 
 
-@dataclass(eq=False)
-class Context:
-    """The draft half of one sequence as the verifier sees it.
-
-    The drafter's context covers [coverage_first, sent_frontier) once it has applied all that was
-    sent; ``rows`` holds the feature rows from there on, and the last S before the end.
-    """
-
-    sequence_id: int
-    trail: Trail = NO_TRAIL  # for the drafter's logs and spans
-    epoch: int = 0
-    is_open: bool = False
-    coverage_first: int = 0
-    sent_frontier: int = 0
-    rows: FeatureRows = field(default_factory=FeatureRows)
-    # positions at which to capture, with checkpoint ids; ascending, none below sent_frontier
-    captures: deque[tuple[int, int]] = field(default_factory=deque)
-    retry_at_ns: int = 0  # not opened again before this time
-    out_of_range: bool = False  # its frontier passed the drafter's max context
-
-    @property
-    def unsent_rows(self) -> int:
-        """Rows that the drafter has not been sent and is to have."""
-        return max(0, self.rows.end - self.sent_frontier) if self.is_open else 0
-
-    def take(self, row_count: int) -> torch.Tensor | None:
-        """The oldest ``row_count`` unsent rows, which count as sent; None for 0."""
-        if not row_count:
-            return None
-        first = self.sent_frontier
-        self.sent_frontier += row_count
-        return self.rows.read(first, self.sent_frontier)
-
-    def close(self) -> None:
-        """Nothing more is sent until it is opened again; captures that wait do not happen."""
-        self.is_open = False
-        self.captures.clear()
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One row of a round: its context and, where a proposal is wanted, what for."""
-
-    context: Context
-    live: int  # P wanted; 0 sends pending features alone
-    frontier: int
-    anchor: int
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """A proposal with the law it was drawn from.
-
-    ``candidate_ids`` int64 and ``probabilities`` float32 are [P, k]; both None for a point mass.
-    """
-
-    token_ids: tuple[int, ...]
-    candidate_ids: torch.Tensor | None
-    probabilities: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What one Round brought: proposals by sequence id, and where the time went."""
-
-    proposals: dict[int, Drafted]
-    draft_ns: int = 0
-    wire_ns: int = 0
-
-
-NOTHING = Exchange({})
-
-
-def _packed(trail: Trail) -> wire.Trail | None:
-    if trail == NO_TRAIL:
-        return None
-    return wire.Trail(
-        request_id=trail.request_id,
-        x_request_id=trail.x_request_id,
-        traceparent=trail.traceparent,
-    )
-
-
-class _Stream:
-    """One DraftRounds call: an outgoing queue and the call that drains it.
-
-    ``memory`` holds the features of its messages, once Welcome has said so; until then it is what
-    Hello offers.
-    """
-
-    def __init__(
-        self,
-        stub: draft_service_pb2_grpc.DraftServiceStub,
-        address: str,
-        memory: FeatureMemory | None,
-        metadata: tuple[tuple[str, str], ...],
-        counters: Counter[str],
-    ) -> None:
-        self.address = address
-        self.memory = memory
-        self.closed_ns = 0  # when it was closed from here, if it was
-        self._counters = counters
-        self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
-        self.call = stub.DraftRounds(self._requests(), metadata=metadata)
-
-    def _requests(self) -> Iterator[wire.DraftRoundsRequest]:
-        while (message := self._outgoing.get()) is not None:
-            self._counters["bytes_sent"] += message.ByteSize()
-            yield message
-
-    def send(self, **event: object) -> None:
-        self._outgoing.put(wire.DraftRoundsRequest(**event))  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.closed_ns = self.closed_ns or time.monotonic_ns()
-        self._outgoing.put(None)
-        self.call.cancel()
-
-
-@dataclass(eq=False)
-class _Call:
-    """How a call went, for the thread that dials."""
-
-    welcomed: bool = False
-    refused: bool = False
-    detail: str = "the stream ended"
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """An inbox entry: a message of a stream, its Welcome, or its end."""
-
-    stream: _Stream
-    message: wire.DraftRoundsResponse | None = None
-    ended: str = ""
-
-
 class DrafterLink:
-    """Owns the stream to the drafter and the pacing rules of the protocol.
+    """Owns the contexts of all sequences and the pacing rules of the protocol.
 
     Args:
         address: gRPC target of the drafter; several, separated by commas, are dialled in turn.
@@ -203,7 +55,7 @@ class DrafterLink:
         window: S, or 0 when the draft has no local layer.
         timeout_ns: Longest wait for a RoundReply.
         backlog_rows: Unsent feature rows that one sequence may hold.
-        on_event: Called from the link's thread when something arrived; must not block.
+        on_event: Called from the dialler's thread when something arrived; must not block.
         on_connection: Called from the engine thread with whether the drafter is there, when that
             changed; must not block.
         credentials: Channel credentials; None is plain text.
@@ -235,23 +87,22 @@ class DrafterLink:
         self._width = hello.draft_tokens + 1
         self._message_rows = min(FEATURE_ROWS_PER_MESSAGE, FEATURE_MESSAGE_BYTES // row_bytes)
         self._row_bytes = row_bytes
-        self._shares_memory = share_memory
-        self._offered: FeatureMemory | None = None  # made, and not taken by any drafter yet
         self._window = window
         self._all_local = all_local
         self._timeout_ns = timeout_ns
         self._backlog_rows = backlog_rows
-        self._on_event = on_event
         self._on_connection = on_connection
-        self._credentials = credentials
-        self._metadata = tuple(metadata)
-        self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._dial_and_read, name="drafter-link", daemon=True
+        self._dialler = Dialler(
+            address,
+            hello,
+            on_event=on_event,
+            on_failure=self._unreachable,
+            make_memory=self._feature_memory if share_memory else None,
+            counters=self.counters,
+            credentials=credentials,
+            metadata=metadata,
         )
-        self._stream: _Stream | None = None
-        self._dialling: _Stream | None = None
+        self._stream: Stream | None = None  # the one that was welcomed, until it is lost
         self._contexts: dict[int, Context] = {}
         self._held: set[int] = set()  # checkpoints whose draft half the drafter confirmed
         self._capturing: set[int] = set()  # Captures sent and not answered
@@ -267,16 +118,11 @@ class DrafterLink:
 
     def start(self) -> None:
         """Starts dialling; rounds are plain until the drafter answers."""
-        self._thread.start()
+        self._dialler.start()
 
     def stop(self) -> None:
         """Closes the stream, which releases every sequence on it."""
-        self._stopping.set()
-        for stream in (self._stream, self._dialling):
-            if stream is not None:
-                stream.close()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
+        self._dialler.stop()
 
     @property
     def all_local(self) -> bool:
@@ -340,18 +186,9 @@ class DrafterLink:
 
     def _open(self, context: Context, first: int) -> None:
         assert self._stream is not None
-        context.epoch += 1
-        context.is_open = True
-        context.coverage_first = context.sent_frontier = first
+        context.open(first, first)
         self.counters["opens"] += 1
-        self._stream.send(
-            open=wire.Open(
-                sequence_id=context.sequence_id,
-                epoch=context.epoch,
-                coverage_first=first,
-                trail=_packed(context.trail),
-            )
-        )
+        self._stream.send_open(context)
 
     def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
         """Takes committed feature rows [n, H] at [first_position, first_position + n).
@@ -372,12 +209,7 @@ class DrafterLink:
             self.counters["captures_skipped"] += len(context.captures)
             context.close()
             self._open(context, context.rows.end - kept)
-        self._trim(context)
-
-    def _trim(self, context: Context) -> None:
-        """Lets go of rows that are neither unsent nor among the last S."""
-        first = context.rows.end - self._window
-        context.rows.trim(min(first, context.sent_frontier) if context.is_open else first)
+        context.trim(self._window)
 
     def release(self, context: Context) -> None:
         """Frees the drafter's half. Idempotent.
@@ -395,9 +227,7 @@ class DrafterLink:
     def _give_back(self, context: Context) -> None:
         # also when a fault closed it: the drafter may still hold what it could not extend
         if context.epoch and self._stream is not None:
-            self._stream.send(
-                release=wire.Release(sequence_id=context.sequence_id, epoch=context.epoch)
-            )
+            self._stream.send_release(context)
         context.close()
 
     def plain_cause(self, context: Context, frontier: int) -> str:
@@ -473,14 +303,7 @@ class DrafterLink:
             position, checkpoint_id = context.captures.popleft()
             self._capturing.add(checkpoint_id)
             self.counters["captures"] += 1
-            self._stream.send(
-                capture=wire.Capture(
-                    checkpoint_id=checkpoint_id,
-                    sequence_id=context.sequence_id,
-                    epoch=context.epoch,
-                    context_frontier=position,
-                )
-            )
+            self._stream.send_capture(context, checkpoint_id, position)
 
     def restore(
         self,
@@ -507,19 +330,9 @@ class DrafterLink:
         if left_behind or not self.holds(checkpoint_id):
             return
         assert self._stream is not None
-        context.epoch += 1
-        context.is_open = True
-        context.coverage_first, context.sent_frontier = coverage_first, rows.end
+        context.open(coverage_first, rows.end)
         self.counters["restores"] += 1
-        self._stream.send(
-            restore=wire.Restore(
-                checkpoint_id=checkpoint_id,
-                sequence_id=context.sequence_id,
-                epoch=context.epoch,
-                context_frontier=rows.end,
-                trail=_packed(context.trail),
-            )
-        )
+        self._stream.send_restore(context, checkpoint_id)
 
     def fork(self, source: Context, trail: Trail = NO_TRAIL) -> Context:
         """A context that continues ``source`` from where it stands, unsent rows included."""
@@ -527,20 +340,9 @@ class DrafterLink:
         context.rows = source.rows.tail(len(source.rows))
         context.out_of_range = source.out_of_range
         if source.is_open and self._stream is not None:
-            context.epoch, context.is_open = 1, True
-            context.coverage_first = source.coverage_first
-            context.sent_frontier = source.sent_frontier
+            context.open(source.coverage_first, source.sent_frontier)
             self.counters["forks"] += 1
-            self._stream.send(
-                fork=wire.Fork(
-                    source_sequence_id=source.sequence_id,
-                    source_epoch=source.epoch,
-                    sequence_id=context.sequence_id,
-                    epoch=context.epoch,
-                    context_frontier=source.sent_frontier,
-                    trail=_packed(context.trail),
-                )
-            )
+            self._stream.send_fork(source, context)
         return context
 
     def drop(self, checkpoint_id: int) -> None:
@@ -556,7 +358,7 @@ class DrafterLink:
     def _send_drop(self, checkpoint_id: int) -> None:
         assert self._stream is not None
         self.counters["drops"] += 1
-        self._stream.send(drop=wire.Drop(checkpoint_id=checkpoint_id))
+        self._stream.send_drop(checkpoint_id)
 
     # ---- pacing -------------------------------------------------------------------------------
 
@@ -594,16 +396,8 @@ class DrafterLink:
         assert rows is not None
         self._features_sent += 1
         self.counters["feature_rows"] += len(rows)
-        message = wire.Features(
-            sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
-        )
-        memory = self._stream.memory
-        if memory is None:
-            message.rows.CopyFrom(tensors.encode(rows))
-        else:
-            message.shared_rows.CopyFrom(memory.put_message(rows))
-        self._stream.send(features=message)
-        self._trim(context)
+        self._stream.send_features(context, first, rows)
+        context.trim(self._window)
         self._capture_where_due(context)
 
     def exchange(
@@ -625,11 +419,12 @@ class DrafterLink:
             if not wants:
                 return NOTHING
             self._wait_for_reply()
-        if self._stream is not None and self._stream.memory is not None:
-            self._stream.memory.begin_round()
+        if self._stream is None:
+            return NOTHING
+        self._stream.begin_round()
         rows = [self._row(ask) for ask in asks if self._is_current(ask.context)]
         rows = [row for row in rows if _has_content(row)]
-        if self._stream is None or not rows:
+        if not rows:
             return NOTHING
         wants = any(row.HasField("proposal") for row in rows)
         self._send_round(rows)
@@ -658,20 +453,14 @@ class DrafterLink:
         return self._is_current(ask.context) and self.drafts_at(ask.frontier)
 
     def _row(self, ask: Ask) -> wire.RoundRow:
+        assert self._stream is not None
         context = ask.context
         first = context.sent_frontier
         rows = context.take(context.unsent_rows)
-        row = wire.RoundRow(
-            sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
-        )
+        row = self._stream.round_row(context, first, rows)
         if rows is not None:
-            memory = None if self._stream is None else self._stream.memory
-            if memory is None:
-                row.features.CopyFrom(tensors.encode(rows))
-            else:
-                row.shared_features.CopyFrom(memory.put_round_rows(rows))
             self.counters["feature_rows"] += len(rows)
-            self._trim(context)
+            context.trim(self._window)
         if ask.live and self.drafts_at(ask.frontier) and context.sent_frontier == ask.frontier:
             row.proposal.frontier = ask.frontier
             row.proposal.anchor = ask.anchor
@@ -688,7 +477,7 @@ class DrafterLink:
         deadline = time.monotonic_ns() + self._timeout_ns + allowance
         self._unanswered_round = (self._round_index, deadline)
         self.counters["rounds"] += 1
-        self._stream.send(round=wire.Round(round_index=self._round_index, rows=rows))
+        self._stream.send_round(self._round_index, rows)
 
     # ---- what arrives -------------------------------------------------------------------------
 
@@ -696,7 +485,7 @@ class DrafterLink:
         """Applies everything that has arrived and checks the unanswered round's deadline."""
         while True:
             try:
-                arrived = self._inbox.get_nowait()
+                arrived = self._dialler.inbox.get_nowait()
             except queue.Empty:
                 break
             self._apply(arrived)
@@ -709,7 +498,7 @@ class DrafterLink:
             index, deadline = self._unanswered_round
             try:
                 timeout = max(0.0, (deadline - time.monotonic_ns()) / 1e9)
-                reply = self._apply(self._inbox.get(timeout=timeout))
+                reply = self._apply(self._dialler.inbox.get(timeout=timeout))
             except queue.Empty:
                 self._expire()
                 return None
@@ -722,7 +511,7 @@ class DrafterLink:
         self.counters["round_timeouts"] += 1
         self._lose(self._stream, "no answer to a round within its deadline")
 
-    def _apply(self, arrived: _Arrived) -> wire.RoundReply | None:
+    def _apply(self, arrived: Arrived) -> wire.RoundReply | None:
         """Applies one inbox entry; returns a RoundReply that answers the unanswered round."""
         message = arrived.message
         event = message.WhichOneof("event") if message is not None else None
@@ -812,8 +601,8 @@ class DrafterLink:
 
     # ---- connection ---------------------------------------------------------------------------
 
-    def _connect(self, stream: _Stream, welcome: wire.Welcome) -> None:
-        if self._stopping.is_set():
+    def _connect(self, stream: Stream, welcome: wire.Welcome) -> None:
+        if self._dialler.stopping:
             return
         self._stream = stream
         if not welcome.shares_memory:
@@ -836,7 +625,7 @@ class DrafterLink:
             shares_memory=welcome.shares_memory,
         )
 
-    def _lose(self, stream: _Stream, detail: str) -> None:
+    def _lose(self, stream: Stream, detail: str) -> None:
         stream.close()
         self._stream = None
         self._unanswered_round = None
@@ -848,160 +637,23 @@ class DrafterLink:
         self._on_connection(False)
         log.warning("drafter_lost", address=self.address, detail=detail)
 
-    def _dial_and_read(self) -> None:
-        """The link's thread: dial, Hello, read to the end, back off, again."""
-        backoff = FIRST_BACKOFF_S
-        addresses = itertools.cycle(self.address.split(","))
-        while not self._stopping.is_set():
-            address = next(addresses)
-            channel = self._channel(address)
-            stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
-            memory = self._memory_to_offer(address)
-            stream = _Stream(stub, address, memory, self._metadata, self.counters)
-            self._dialling = stream
-            # a peer that takes the call and says nothing would hold the dial for ever
-            silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)
-            silence.daemon = True
-            silence.start()
-            call = _Call()
-            # a thread of its own: a call may outlive its cancellation, and must not hold the dial
-            reader = threading.Thread(
-                target=self._read,
-                args=(call, stream, channel, silence),
-                name="drafter-reader",
-                daemon=True,
-            )
-            reader.start()
-            while not call.ended.wait(ABANDON_S):
-                if stream.closed_ns and time.monotonic_ns() - stream.closed_ns > ABANDON_S * 1e9:
-                    self.counters["abandoned_calls"] += 1
-                    break
-            silence.cancel()
-            welcomed, detail, refused = call.welcomed, call.detail, call.refused
-            if self._stopping.is_set():
-                self._withdraw_memory()
-                return
-            if welcomed:
-                backoff = FIRST_BACKOFF_S
-                self._deliver(_Arrived(stream, ended=detail))
-            else:
-                self.state = "refused" if refused else "connecting"
-                # once a cause, not once a dial
-                if detail != self.detail:
-                    log.warning("drafter_unreachable", address=address, detail=detail)
-                self.detail = detail
-            pause = REFUSED_BACKOFF_S if refused else backoff
-            self._stopping.wait(pause * random.uniform(0.8, 1.2))
-            backoff = min(LAST_BACKOFF_S, backoff * 2)
-        self._withdraw_memory()
+    def _unreachable(self, address: str, detail: str, refused: bool) -> None:
+        """A dial came to nothing. Called from the dialler's thread."""
+        self.state = "refused" if refused else "connecting"
+        # once a cause, not once a dial
+        if detail != self.detail:
+            log.warning("drafter_unreachable", address=address, detail=detail)
+        self.detail = detail
 
-    def _read(
-        self, call: _Call, stream: _Stream, channel: grpc.Channel, silence: threading.Timer
-    ) -> None:
-        """Says Hello and delivers what comes, until the call ends."""
-        try:
-            stream.send(hello=self._greeting(stream.memory))
-            for message in stream.call:
-                self.counters["bytes_received"] += message.ByteSize()
-                silence.cancel()
-                if not call.welcomed:
-                    # whether it was taken or not, nobody will look for it any more
-                    self._withdraw_memory()
-                call.welcomed = True
-                self._deliver(_Arrived(stream, message))
-        except grpc.RpcError as error:
-            fault = faults.from_rpc_error(error)
-            call.detail = f"{fault.reason}: {fault.message}"
-            call.refused = fault.reason == "MODEL_MISMATCH"
-        finally:
-            call.ended.set()
-            stream.close()
-            channel.close()
-
-    def _memory_to_offer(self, address: str) -> FeatureMemory | None:
-        """Memory that no drafter has taken yet; None where there is none to share."""
-        if not on_this_host(address):
-            return None
-        if self._shares_memory and self._offered is None:
-            try:
-                self._offered = FeatureMemory(
-                    row_bytes=self._row_bytes,
-                    round_rows=self._hello.max_concurrency * self._width,
-                    message_rows=self._message_rows,
-                    messages=UNANSWERED_FEATURES,
-                )
-            except OSError as error:
-                self._shares_memory = False
-                log.warning("no_shared_memory", reason=str(error))
-        return self._offered
-
-    def _withdraw_memory(self) -> None:
-        if self._offered is not None:
-            self._offered.unlink()
-            self._offered = None
-
-    def _greeting(self, memory: FeatureMemory | None) -> wire.Hello:
-        if memory is None:
-            return self._hello
-        hello = wire.Hello()
-        hello.CopyFrom(self._hello)
-        hello.shared_memory.CopyFrom(memory.offer())
-        return hello
-
-    def _channel(self, address: str) -> grpc.Channel:
-        if self._credentials is None:
-            return grpc.insecure_channel(address, options=DIAL_OPTIONS)
-        return grpc.secure_channel(address, self._credentials, options=DIAL_OPTIONS)
-
-    def _deliver(self, arrived: _Arrived) -> None:
-        self._inbox.put(arrived)
-        self._on_event()
+    def _feature_memory(self) -> FeatureMemory:
+        """Memory for all that may be unanswered at once."""
+        return FeatureMemory(
+            row_bytes=self._row_bytes,
+            round_rows=self._hello.max_concurrency * self._width,
+            message_rows=self._message_rows,
+            messages=UNANSWERED_FEATURES,
+        )
 
 
 def _has_content(row: wire.RoundRow) -> bool:
     return any(row.HasField(name) for name in ("features", "shared_features", "proposal"))
-
-
-def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Drafted:
-    """Checks a proposal against what was asked and turns its law into tensors.
-
-    Raises:
-        FaultError: PROPOSAL_INVALID when the count is not P, an id lies outside the public
-            vocabulary, or q does not contain the drafted token or does not sum to 1 within 1e-5.
-    """
-    token_ids = tuple(proposal.token_ids)
-    outside = sum(not 0 <= token < public_vocab for token in token_ids)
-    if len(token_ids) != live or outside:
-        raise FaultError(
-            "PROPOSAL_INVALID",
-            # no ids: this is logged
-            f"proposal: expected {live} ids in [0, {public_vocab}), got {len(token_ids)}, of them "
-            f"{outside} outside",
-            expected=live,
-            actual=len(token_ids),
-        )
-    law = proposal.WhichOneof("distribution")
-    if law == "point_mass":
-        return Drafted(token_ids, None, None)
-    if law != "conditional":
-        raise FaultError("PROPOSAL_INVALID", "proposal: expected a distribution, got none")
-    conditional = proposal.conditional
-    ids = tensors.decode(conditional.candidate_ids, (live, None), torch.int32, name="candidate_ids")
-    q = tensors.decode(
-        conditional.probabilities, tuple(ids.shape), torch.float32, name="probabilities"
-    )
-    # in numpy: at this size a check costs a tenth there
-    support, mass = ids.numpy(), q.numpy()
-    drawn = (support == np.array(token_ids, dtype=np.int32)[:, None]) & (mass > 0)
-    in_range = bool(((support >= 0) & (support < public_vocab)).all())
-    if not in_range or not bool((mass >= 0).all()) or not bool(drawn.any(axis=1).all()):
-        raise FaultError(
-            "PROPOSAL_INVALID",
-            "proposal: expected q over public ids with the drafted token in its support",
-        )
-    sums = mass.sum(axis=1, dtype=np.float64)
-    if not bool((np.abs(sums - 1) <= 1e-5).all()):
-        raise FaultError(
-            "PROPOSAL_INVALID", f"proposal: expected q to sum to 1, got {sums.tolist()}"
-        )
-    return Drafted(token_ids, ids.long(), q)

@@ -23,9 +23,10 @@ from outrider.faults import FaultError
 from verifier.acceptance import LicensedRow
 from verifier.blocks import Block, BlockRow, Blocks, HostRows
 from verifier.draft_policy import DraftPolicy
-from verifier.drafter_link import Ask, Drafted, DrafterLink
+from verifier.drafter_link import DrafterLink
 from verifier.metrics import VerifierMetrics
 from verifier.preview import Preview
+from verifier.proposals import Ask, Drafted
 from verifier.request import Delta, Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outrider.faults import FaultError
 from outrider.tracing import Trail
-from verifier.drafter_link import Context
+from verifier.draft_context import Context
 from verifier.host_images import HostImage
 from verifier.metrics import SampleRecord
 from verifier.preview import OutputSession

@@ -17,8 +17,8 @@ from outrider.client import Client
 from tests.shrunken import GEOMETRY, save_shrunken
 from tests.tiny_pair import served
 from verifier.acceptance import LicensedRow
-from verifier.drafter_link import Drafted
 from verifier.options import VerifierOptions
+from verifier.proposals import Drafted
 
 OPTIONS = Options(target=GEOMETRY / "qwen3.5-27b", draft=GEOMETRY / "qwen3.5-27b-dflash2")
 

@@ -21,7 +21,8 @@ from kernels.candidate_selector import candidate_selector
 from outrider.client import Client
 from tests.tiny_target import TEXT
 from verifier.blocks import Block, Blocks
-from verifier.drafter_link import Ask, Drafted, DrafterLink
+from verifier.drafter_link import DrafterLink
+from verifier.proposals import Ask, Drafted
 from verifier.state import Residency
 from verifier.target import Forward, Target
 

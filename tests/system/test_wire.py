@@ -21,7 +21,8 @@ from outrider import faults
 from outrider.v1 import draft_service_pb2 as wire
 from tests.faults.doubles import Foretelling, plant
 from tests.system.conftest import greedy, prompt
-from verifier.drafter_link import DrafterLink, _Stream
+from verifier.drafter_link import DrafterLink
+from verifier.drafter_stream import Stream
 
 FOLDER = Path(__file__).parent / "transcripts"
 
@@ -34,7 +35,7 @@ class Tap:
         self._unanswered = 0
         self._lines: list[list[str]] = []  # one list a message; a Round's holds its reply too
         self._rounds: dict[int, list[str]] = {}
-        send, apply = _Stream.send, DrafterLink._apply
+        send, apply = Stream.send, DrafterLink._apply
 
         def sent(stream, **event):
             self.add(wire.DraftRoundsRequest(**event))
@@ -45,7 +46,7 @@ class Tap:
                 self.add(arrived.message)
             return apply(link, arrived)
 
-        monkeypatch.setattr(_Stream, "send", sent)
+        monkeypatch.setattr(Stream, "send", sent)
         monkeypatch.setattr(DrafterLink, "_apply", applied)
 
     def add(self, message: wire.DraftRoundsRequest | wire.DraftRoundsResponse) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.verifier.test_state import config as config
 from tests.verifier.test_state import free, overwrite, same, snapshot, with_images, written
 from verifier.checkpoints import Checkpoints
-from verifier.drafter_link import Context
+from verifier.draft_context import Context
 from verifier.features import FeatureRows
 from verifier.host_images import HostImages
 

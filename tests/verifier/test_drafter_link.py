@@ -16,7 +16,10 @@ from outrider import faults, serving, tensors
 from outrider.faults import FaultError
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
-from verifier.drafter_link import Ask, Context, DrafterLink, decode_proposal
+from verifier.draft_context import Context
+from verifier.drafter_link import DrafterLink
+from verifier.drafter_stream import Arrived
+from verifier.proposals import Ask, decode_proposal
 
 K, S, WIDTH = 3, 8, 6
 Answer = Callable[[wire.DraftRoundsRequest], "wire.DraftRoundsResponse | None"]
@@ -380,9 +383,7 @@ def test_eight_features_messages_are_unanswered_at_most_whatever_is_answered_lat
 
 
 def _arrived(link, message):
-    from verifier.drafter_link import _Arrived
-
-    return _Arrived(link._stream, message)
+    return Arrived(link._stream, message)
 
 
 def test_nothing_is_asked_beyond_the_drafters_context(setup):
@@ -851,7 +852,7 @@ def test_drop_reaches_captures_wherever_they_are(setup):
 
 def test_a_call_that_does_not_end_is_left_behind_and_the_next_dial_connects(monkeypatch):
     """It is cancelled for its silence, and goes on blocking its reader all the same."""
-    import verifier.drafter_link as module
+    import verifier.drafter_stream as module
 
     release, hung = threading.Event(), []
 
@@ -864,7 +865,7 @@ def test_a_call_that_does_not_end_is_left_behind_and_the_next_dial_connects(monk
         def cancel(self):
             pass
 
-    class Stream(module._Stream):
+    class Stream(module.Stream):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             if not hung:
@@ -872,7 +873,7 @@ def test_a_call_that_does_not_end_is_left_behind_and_the_next_dial_connects(monk
                 self.call = Hung()
                 hung.append(self)
 
-    monkeypatch.setattr(module, "_Stream", Stream)
+    monkeypatch.setattr(module, "Stream", Stream)
     monkeypatch.setattr(module, "WELCOME_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "ABANDON_S", 0.1)
     drafter = ScriptedDrafter(greedy)

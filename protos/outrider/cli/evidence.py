@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from verifier.__main__ import Plan
-    from verifier.drafter_link import Drafted
+    from verifier.proposals import Drafted
     from verifier.target import Forward
 
 # a check fails when chance alone would fail it less often than this
@@ -201,7 +201,7 @@ class Proposer:
         return q.scatter_add(0, drafted.candidate_ids[0], drafted.probabilities[0].double())
 
     def _propose(self, anchor: int, temperature: float) -> Drafted:
-        from verifier.drafter_link import Ask
+        from verifier.proposals import Ask
 
         ask = Ask(
             self._context,

@@ -1,0 +1,94 @@
+"""What a round asks of the drafter, and what comes of it: proposals that are fit to be verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider import tensors
+from outrider.faults import FaultError
+from outrider.v1 import draft_service_pb2 as wire
+from verifier.draft_context import Context
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One row of a round: its context and, where a proposal is wanted, what for."""
+
+    context: Context
+    live: int  # P wanted; 0 sends pending features alone
+    frontier: int
+    anchor: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A proposal with the law it was drawn from.
+
+    ``candidate_ids`` int64 and ``probabilities`` float32 are [P, k]; both None for a point mass.
+    """
+
+    token_ids: tuple[int, ...]
+    candidate_ids: torch.Tensor | None
+    probabilities: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one Round brought: proposals by sequence id, and where the time went."""
+
+    proposals: dict[int, Drafted]
+    draft_ns: int = 0
+    wire_ns: int = 0
+
+
+NOTHING = Exchange({})
+
+
+def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Drafted:
+    """Checks a proposal against what was asked and turns its law into tensors.
+
+    Raises:
+        FaultError: PROPOSAL_INVALID when the count is not P, an id lies outside the public
+            vocabulary, or q does not contain the drafted token or does not sum to 1 within 1e-5.
+    """
+    token_ids = tuple(proposal.token_ids)
+    outside = sum(not 0 <= token < public_vocab for token in token_ids)
+    if len(token_ids) != live or outside:
+        raise FaultError(
+            "PROPOSAL_INVALID",
+            # no ids: this is logged
+            f"proposal: expected {live} ids in [0, {public_vocab}), got {len(token_ids)}, of them "
+            f"{outside} outside",
+            expected=live,
+            actual=len(token_ids),
+        )
+    law = proposal.WhichOneof("distribution")
+    if law == "point_mass":
+        return Drafted(token_ids, None, None)
+    if law != "conditional":
+        raise FaultError("PROPOSAL_INVALID", "proposal: expected a distribution, got none")
+    conditional = proposal.conditional
+    ids = tensors.decode(conditional.candidate_ids, (live, None), torch.int32, name="candidate_ids")
+    q = tensors.decode(
+        conditional.probabilities, tuple(ids.shape), torch.float32, name="probabilities"
+    )
+    # in numpy: at this size a check costs a tenth there
+    support, mass = ids.numpy(), q.numpy()
+    drawn = (support == np.array(token_ids, dtype=np.int32)[:, None]) & (mass > 0)
+    in_range = bool(((support >= 0) & (support < public_vocab)).all())
+    if not in_range or not bool((mass >= 0).all()) or not bool(drawn.any(axis=1).all()):
+        raise FaultError(
+            "PROPOSAL_INVALID",
+            "proposal: expected q over public ids with the drafted token in its support",
+        )
+    sums = mass.sum(axis=1, dtype=np.float64)
+    if not bool((np.abs(sums - 1) <= 1e-5).all()):
+        raise FaultError(
+            "PROPOSAL_INVALID", f"proposal: expected q to sum to 1, got {sums.tolist()}"
+        )
+    return Drafted(token_ids, ids.long(), q)
