@@ -273,6 +273,8 @@ class DrafterLink:
             coverage_first: Where its context began.
         """
         held = self.holds(checkpoint_id)
+        if held and self._capturing:
+            return False  # an unanswered Capture may have evicted it already
         if not self._all_local:
             return held and coverage_first == 0
         seen = max(0, frontier - self._window)  # nothing before it reaches a proposal

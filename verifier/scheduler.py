@@ -125,8 +125,9 @@ class Engine:
                 raise FaultError(
                     "DRAINING", "server: draining, takes no new requests", retry_after_ms=1000
                 )
-            if any((r.request_id, r.sample_index) in self._live for r in requests):
-                taken = requests[0].request_id
+            taken = requests[0].request_id
+            # by id alone: one sample of it may have ended while another runs
+            if any(request_id == taken for request_id, _ in self._live):
                 raise FaultError(
                     "REQUEST_ID_TAKEN",
                     f"request_id: expected one that is not running, got {taken!r}",
@@ -626,6 +627,7 @@ class Engine:
                 s
                 for s in self._resident
                 if s.request.request_id == request.request_id
+                and s.request.prompt_ids == request.prompt_ids
                 and s.leader is None
                 and s.frontier < s.prompt_end
                 and not s.output_count

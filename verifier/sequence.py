@@ -41,11 +41,12 @@ class Ticket:
 
     def cancellation(self) -> FinishReason | FaultError | None:
         """Why the sample must end now, if it must."""
-        if self._aborted.is_set() or self.sink.gone:
-            return FinishReason.ABORTED
         deadline = self.request.deadline_ns
+        # before the client's leaving: gRPC cancels a call whose deadline passes
         if deadline is not None and time.monotonic_ns() >= deadline:
             return FaultError("DEADLINE_EXPIRED", "request: its deadline passed")
+        if self._aborted.is_set() or self.sink.gone:
+            return FinishReason.ABORTED
         return self.sink.overdue
 
     def publish(self, delta: Delta | None, finish: Finish | None) -> None:

@@ -11,7 +11,7 @@ import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -48,6 +48,8 @@ log = structlog.get_logger("outrider.service")
 
 # longer messages are checked and tokenized off the event loop; shorter ones cost less than a thread
 _INLINE_BYTES = 8192
+# one thread for all of them: side by side they would starve the engine and multiply their memory
+_LONG_TEXTS = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
 # a deadline further away than this is none, seconds
 _FAR = 10 * 365 * 86400.0
 
@@ -518,10 +520,11 @@ class _SampleSink:
 
 
 async def _off_loop(function: Callable[[Backend, M], R], backend: Backend, message: M) -> R:
-    """Calls, in a worker thread when the message is long."""
+    """Calls, in the worker thread when the message is long."""
     if message.ByteSize() <= _INLINE_BYTES:
         return function(backend, message)
-    return await asyncio.to_thread(function, backend, message)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_LONG_TEXTS, function, backend, message)
 
 
 def _check(backend: Backend, message: pb.GenerateRequest) -> tuple[Checked, tuple[int, ...], int]:

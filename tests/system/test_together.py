@@ -240,6 +240,21 @@ def test_features_that_are_not_finite_stop_drafting_for_one_request_alone(
     pair.expect_idle()
 
 
+def test_an_id_is_taken_until_its_last_sample_has_ended(dense, serve):
+    pair, client = serve(dense, "dflash2", draft_tokens=3, max_concurrency=1)
+    both = client.stream(
+        prompt_ids=prompt(5), n=2, max_tokens=200, temperature=0, ignore_eos=True, request_id="both"
+    )
+    for delta in both:
+        if delta.finish is not None:
+            break
+    # sample 0 has ended; sample 1 runs or waits
+    with pytest.raises(ClientError, match="REQUEST_ID_TAKEN"):
+        client.generate(prompt_ids=prompt(7), max_tokens=1, request_id="both")
+    both.cancel()
+    pair.expect_idle()
+
+
 def test_a_full_queue_refuses_with_advice_and_a_taken_id_is_refused(dense, serve):
     pair, client = serve(dense, "dflash2", draft_tokens=3, max_concurrency=1, max_queue=1)
     arguments = {"max_tokens": 480, "temperature": 0, "ignore_eos": True}

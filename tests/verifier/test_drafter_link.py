@@ -657,6 +657,26 @@ def test_a_capture_waits_for_its_rows_and_a_message_ends_there(setup):
     assert s.drafter.of("round")[0].rows[0].first_position == 5
 
 
+def test_a_half_that_an_unanswered_capture_may_have_evicted_is_nothing_to_count_on(setup):
+    answering = True
+
+    def slow(event):
+        return keeping(event) if answering or event.WhichOneof("event") != "capture" else None
+
+    s = setup(slow)
+    context = s.opened(0, 5)
+    s.link.extend(context, 0, features(0, 5))
+    s.link.capture(context, 7, 5)
+    s.link.pump(drafting=False)
+    s.until(lambda: s.link.holds(7))
+    rows = s.link.tail(context)
+    assert s.link.continues(7, 5, rows, 0)
+    answering = False
+    s.link.capture(context, 8, 5)
+    assert s.link.holds(7)
+    assert not s.link.continues(7, 5, rows, 0)
+
+
 def test_a_row_that_waits_for_a_capture_is_not_in_the_round(setup):
     s = setup(keeping)
     first, second = s.opened(0, 2), s.opened(0, 2)
