@@ -467,7 +467,9 @@ class Engine:
             ):
                 continue
             holders = [s for s in self._resident if s.residency.pages or s is sequence]
-            youngest = max(holders, key=lambda s: s.order)
+            # first those who run no rounds, because their reader is behind
+            behind = [s for s in holders if s is not sequence and s.ticket.sink.full]
+            youngest = max(behind or holders, key=lambda s: s.order)
             if len(holders) == 1:
                 self._rounds.end(sequence, self._no_capacity(position_count))
                 self._release(sequence)
@@ -525,12 +527,11 @@ class Engine:
 
     def _resume_paused(self) -> None:
         """Brings paused samples back, the oldest first, while there is room for them."""
-        while self._paused:
-            sequence = self._paused[0]
+        while sequence := next((s for s in self._paused if not s.ticket.sink.full), None):
             positions = len(sequence.tokens) + self._rounds.draft_tokens
             needed = self._state.pages_of(min(positions, sequence.position_limit))
             # a page for each resident, so that it is not paused again at once
-            if not self._fits(needed + len(self._resident)):
+            if not self._fits(needed + len(self._resident)) or not self._free(needed):
                 return
             residency = self._state.acquire(0)
             if residency is None:
@@ -538,9 +539,8 @@ class Engine:
             sequence.residency = residency
             snapshot, sequence.snapshot = sequence.snapshot, None
             if snapshot is not None:
-                restored = self._checkpoints.reclaim(self._state.pages_of(snapshot.frontier))
-                restored = restored and self._host.load(snapshot, residency, snapshot.frontier)
-                assert restored  # `_fits` has counted what can be freed
+                restored = self._host.load(snapshot, residency, snapshot.frontier)
+                assert restored  # its pages have just been freed
                 self._host.forget(snapshot)
             tables = self._rounds.blocks.tables
             tables.admit(residency.lane, sequence.request)
@@ -550,13 +550,25 @@ class Engine:
                 # now, so that a seeded sample waits for its rows to be sent
                 self._link.ensure_open(sequence.context, sequence.frontier, sequence.needed)
             with self._lock:
-                self._paused.pop(0)
+                self._paused.remove(sequence)
                 self._resident.append(sequence)
             self._count("resumes")
 
+    def _free(self, page_count: int) -> bool:
+        """Frees pages of checkpoints, and then of samples that wait for their reader."""
+        while not self._checkpoints.reclaim(page_count):
+            behind = [s for s in self._resident if s.residency.pages and s.ticket.sink.full]
+            if not behind:
+                return False
+            self._pause(max(behind, key=lambda s: s.order))
+        return True
+
     def _fits(self, page_count: int) -> bool:
         """Whether pages could be had without pausing anybody, prompts on their way included."""
-        held = {page for s in self._resident for page in s.residency.pages}
+        # whoever waits for a reader gives its pages to others
+        held = {
+            page for s in self._resident if not s.ticket.sink.full for page in s.residency.pages
+        }
         promised = sum(
             max(0, self._state.pages_of(s.prompt_end) - len(s.residency.pages))
             for s in self._resident
@@ -569,7 +581,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Admits waiting samples in order; one that lacks pages may be overtaken B times."""
-        if self._paused:
+        if any(not sequence.ticket.sink.full for sequence in self._paused):
             return
         skipped: list[Ticket] = []
         for ticket in list(self._waiting):

@@ -373,6 +373,63 @@ def test_samples_whose_leader_is_paused_prefill_for_themselves_and_draft(dense, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_whose_reader_is_behind_gives_its_pages_to_others(dense, oracle, kind):
+    services = Services(dense, kind)
+    try:
+        engine, behind, other = services.engine, Recorder(), Recorder()
+        ids, others = prompt(200, seed=4), prompt(220, seed=5)  # four pages each, of seven
+        engine.submit([greedy_request("behind", 0, ids, MOST)], [behind])
+        while not behind.token_ids:
+            services.turn()
+        behind.full = True
+        engine.submit([greedy_request("other", 0, others, MOST)], [other])
+        for _ in range(2000):
+            services.turn()
+            if other.finish_seen is not None:
+                break
+        assert other.token_ids == greedy(oracle, others, MOST)
+        assert behind.finish_seen is None
+        assert engine._counters["pauses"] == 1
+        behind.full = False
+        while engine._live:
+            services.turn()
+        assert behind.token_ids == greedy(oracle, ids, MOST)
+        assert engine._counters["resumes"] == 1
+    finally:
+        services.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_paused_sample_comes_back_over_one_whose_reader_is_behind(dense, oracle, kind):
+    services = Services(dense, kind)
+    try:
+        engine, sinks = services.engine, [Recorder(), Recorder()]
+        paused, behind = sinks
+        prompts = [prompt(200, seed=4), prompt(220, seed=5)]  # four pages each, of seven
+        for index, (ids, sink) in enumerate(zip(prompts, sinks, strict=True)):
+            engine.submit([greedy_request(str(index), 0, ids, MOST)], [sink])
+            while not sink.token_ids:
+                services.turn()
+            sink.full = True
+        assert engine._counters["pauses"] == 1
+        paused.full = False
+        for _ in range(2000):
+            services.turn()
+            if paused.finish_seen is not None:
+                break
+        assert paused.finish_seen is not None
+        assert behind.finish_seen is None
+        behind.full = False
+        while engine._live:
+            services.turn()
+        for ids, sink in zip(prompts, sinks, strict=True):
+            assert sink.token_ids == greedy(oracle, ids, MOST)
+        assert "failed_turns" not in engine._counters
+    finally:
+        services.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_anything_in_any_order(dense, oracle, kind):
     run(dense, kind, oracle, examples=8, steps=25)
 
