@@ -17,6 +17,7 @@ import mmap
 import os
 import re
 import secrets
+import time
 import warnings
 from pathlib import Path
 from typing import Self
@@ -30,6 +31,18 @@ FOLDER = Path("/dev/shm")
 KEY_BYTES = 16
 _HEADER_BYTES = mmap.PAGESIZE  # rows begin on a page
 _NAME = re.compile(r"outrider-[0-9a-f]{32}")
+# a file has a name from Hello to Welcome, seconds; one that is older lost its verifier in between
+_STALE_SECONDS = 120.0
+
+
+def _remove_stale() -> None:
+    """Removes files of this user that a killed verifier left behind."""
+    for path in FOLDER.glob("outrider-*"):
+        with contextlib.suppress(OSError):
+            facts = path.stat()
+            old = time.time() - facts.st_mtime > _STALE_SECONDS
+            if old and facts.st_uid == os.getuid() and _NAME.fullmatch(path.name):
+                path.unlink()
 
 
 class FeatureMemory:
@@ -55,6 +68,7 @@ class FeatureMemory:
         self._row_count = round_rows + messages * message_rows
         self._key = secrets.token_bytes(KEY_BYTES)
         self._path = FOLDER / f"outrider-{secrets.token_hex(16)}"
+        _remove_stale()
         size = _HEADER_BYTES + self._row_count * row_bytes
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

@@ -152,3 +152,18 @@ def test_more_memory_than_there_is_is_an_error_at_once_and_leaves_no_file(folder
 )
 def test_which_addresses_are_this_host(address, here):
     assert on_this_host(address) == here
+
+
+def test_what_a_killed_verifier_left_behind_is_removed_by_the_next(folder):
+    old, young, other = (
+        folder / name for name in (f"outrider-{'0' * 32}", f"outrider-{'1' * 32}", "outrider-mine")
+    )
+    for path in (old, young, other):
+        path.write_bytes(b"")
+    for path in (old, other):
+        os.utime(path, (1.0, 1.0))
+    made = FeatureMemory(row_bytes=2, round_rows=1, message_rows=1, messages=1)
+    assert not old.exists()
+    assert young.exists()
+    assert other.exists()
+    made.unlink()
