@@ -188,6 +188,7 @@ class Blocks:
         ]
         return [
             *self.results.plan(),
+            ("block: projected features", self.projected.nbytes),
             ("block: inputs and outcomes", sum(staged)),
             ("graphs", self.replays.byte_count),
         ]
@@ -437,15 +438,10 @@ class Blocks:
         )
         skipped = count if features_from is None else min(count, max(0, features_from - first))
         features = self._host_rows(self._projected(forward.features[0, skipped:]), first + skipped)
-        if not last:
+        if forward.logits is None:
             return None, features
-        buffers = self._of(1, 1)
-        assert forward.logits is not None
-        buffers.results.logits.copy_(forward.logits)
-        row = BlockRow(residency, first + count - 1, 0, (int(token_ids[-1]),))
-        self._clock.mark("verify")
-        self._fill(buffers, [row])
-        return self._begin(Block((row,), buffers, prefilled=True)), features
+        block = self._prompt_end(residency, int(token_ids[-1]), first + count, forward.logits)
+        return block, features
 
     def _projected(self, features: Tensor) -> Tensor:
         if not len(features):
@@ -460,8 +456,12 @@ class Blocks:
             token_id: The prompt's last token.
             end: Positions of the prompt.
         """
+        return self._prompt_end(residency, token_id, end, self.target.next_logits(residency))
+
+    def _prompt_end(self, residency: Residency, token_id: int, end: int, logits: Tensor) -> Block:
+        """A block of the prompt's last column, whose state has moved already."""
         buffers = self._of(1, 1)
-        buffers.results.logits.copy_(self.target.next_logits(residency))
+        buffers.results.logits.copy_(logits)
         self._clock.mark("verify")
         row = BlockRow(residency, end - 1, 0, (token_id,))
         self._fill(buffers, [row])
