@@ -61,8 +61,6 @@ def test_kernels_import_torch_and_themselves_alone(path: Path):
     allowed = set(sys.stdlib_module_names) | {"torch", "kernels"}
     if path.name in ("kernel.py", "overlap.py"):
         allowed |= {"triton"}
-        if path.parent.name == "gdn_prefill":
-            allowed |= {"fla"}
     assert roots(path) <= allowed
 
 

@@ -32,8 +32,6 @@ def allowed(path: Path) -> set[str]:
     names = {*sys.stdlib_module_names, "torch", "kernels"}
     if path.name in ("kernel.py", "overlap.py"):
         names.add("triton")
-        if path.parent.name == "gdn_prefill":
-            names.add("fla")
     return names
 
 

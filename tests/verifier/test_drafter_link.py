@@ -131,6 +131,20 @@ class Setup:
         self.drafter.server.stop(None)
 
 
+def link_to(*drafters: ScriptedDrafter) -> DrafterLink:
+    """A link that has not started, to the first of these that answers."""
+    return DrafterLink(
+        ",".join(f"127.0.0.1:{drafter.port}" for drafter in drafters),
+        wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100)),
+        row_bytes=4 * WIDTH,
+        window=S,
+        all_local=True,
+        timeout_ns=5_000_000_000,
+        backlog_rows=64,
+        on_event=lambda: None,
+    )
+
+
 @pytest.fixture
 def setup() -> Iterator[Callable[..., Setup]]:
     made: list[Setup] = []
@@ -571,16 +585,7 @@ def test_the_rows_that_are_kept_are_bounded(setup):
 def test_another_address_takes_over(setup):
     second = ScriptedDrafter(greedy)
     first = ScriptedDrafter(greedy)
-    link = DrafterLink(
-        f"127.0.0.1:{first.port},127.0.0.1:{second.port}",
-        wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100)),
-        row_bytes=4 * WIDTH,
-        window=S,
-        all_local=True,
-        timeout_ns=5_000_000_000,
-        backlog_rows=64,
-        on_event=lambda: None,
-    )
+    link = link_to(first, second)
     link.start()
     try:
         until(link, lambda: link.connected)
@@ -897,16 +902,7 @@ def test_a_call_that_does_not_end_is_left_behind_and_the_next_dial_connects(monk
     monkeypatch.setattr(module, "WELCOME_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "ABANDON_S", 0.1)
     drafter = ScriptedDrafter(greedy)
-    link = DrafterLink(
-        f"127.0.0.1:{drafter.port}",
-        wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100)),
-        row_bytes=4 * WIDTH,
-        window=S,
-        all_local=True,
-        timeout_ns=5_000_000_000,
-        backlog_rows=64,
-        on_event=lambda: None,
-    )
+    link = link_to(drafter)
     link.start()
     try:
         until(link, lambda: link.connected)
