@@ -57,6 +57,7 @@ class Options:
     dtype: str = "bfloat16"
     processes: str = "two"  # or "one"
     mps: bool = False
+    spin_ms: int | None = None  # the drafter's; None: its default
     draft_tokens: tuple[int, ...] = (0, 7, 15)
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
     contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
@@ -85,6 +86,7 @@ class Options:
             devices=tuple(arguments.devices),
             processes=arguments.processes,
             mps=arguments.mps,
+            spin_ms=arguments.spin_ms,
             draft_tokens=tuple(arguments.draft_tokens or cls.draft_tokens),
             concurrency=tuple(arguments.concurrency or cls.concurrency),
             contexts=tuple(arguments.contexts),
@@ -109,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--processes", choices=("one", "two"), default="two")
     group.add_argument("--mps", action="store_true", help="run both under CUDA MPS")
+    group.add_argument("--spin-ms", type=int, default=None, help="of the drafter; 0: none")
     group.add_argument("--contexts", type=int, nargs="+", default=list(Options.contexts))
     group.add_argument("--max-context", type=int, default=0, help="0: the largest context")
     group.add_argument(
@@ -218,6 +221,8 @@ def running(options: Options, draft_tokens: int) -> Iterator[Pair]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     drafter = [f"--listen=127.0.0.1:{port}", f"--device={on_drafter}", *common]
+    if options.spin_ms is not None:
+        drafter.append(f"--spin-ms={options.spin_ms}")
     verifier = ["--listen=127.0.0.1:0", f"--device={on_verifier}", *common]
     started = time.monotonic()
     processes: list[_Process] = []
@@ -382,6 +387,10 @@ def summarise(
         "wire_ms": wire,
         "host_ms": wall - verify - draft - wire,
         "beyond_device_ms": wall - verify - draft,
+        "verbs_ms": {
+            name: median([r["verbs_ns"][name] / 1e6 for r in rounds])
+            for name in rounds[0]["verbs_ns"]
+        },
         "accepted": median([median(r["accepted"]) for r in rounds]),
         "frontier": median([median(r["frontiers"]) for r in rounds]),
         "sent_bytes": median([r["sent_bytes"] for r in rounds]),
@@ -455,6 +464,8 @@ class Report:
 def way_of(options: Options) -> str:
     """How the services run, in a word or two."""
     words = [f"{options.processes}-process", *(["mps"] if options.mps else [])]
+    if options.spin_ms is not None:
+        words.append(f"spin-{options.spin_ms}")
     return "+".join([*words, *(["two-gpus"] if len(set(options.devices)) > 1 else [])])
 
 

@@ -21,10 +21,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
 import torch
@@ -37,10 +37,19 @@ from verifier.acceptance import LicensedRow
 from verifier.drafter_link import DrafterLink
 from verifier.proposals import Drafted, Exchange
 from verifier.request import Request
-from verifier.rounds import LicensedBlock, Rounds, VerifiedBlock
+from verifier.rounds import (
+    CommittedBlock,
+    LicensedBlock,
+    PreviewedBlock,
+    Proposal,
+    Rounds,
+    VerifiedBlock,
+)
 from verifier.sequence import Sequence as Row
 
 HOLD_S = 0.0002  # between looks while rows are gathered
+VERBS = ("draft", "verify", "accept", "preview", "commit", "publish")
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -116,9 +125,9 @@ class MeasuredLink(DrafterLink):
         finally:
             self.waited_ns = time.monotonic_ns() - started
 
-    def _send_round(self, rows: Sequence[wire.RoundRow]) -> None:
+    def _send_round(self, rows: Sequence[wire.RoundRow], *, awaited: bool = False) -> None:
         self.sent = tuple(rows)
-        super()._send_round(rows)
+        super()._send_round(rows, awaited=awaited)
 
     def _answer(self, reply: wire.RoundReply) -> wire.RoundReply | None:
         self.reply = reply
@@ -134,6 +143,7 @@ class MeasuredRounds(Rounds):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._begun: set[str] = set()
+        self._verbs = dict.fromkeys(VERBS, 0)
         self._features: torch.Tensor | None = None
         state = self.blocks.target.state
         generator = torch.Generator(state.gdn.device).manual_seed(0)
@@ -223,11 +233,39 @@ class MeasuredRounds(Rounds):
             sent=sent,
             row_bytes=self.link.row_bytes,
             received=() if reply is None else (reply,),
+            verbs_ns=dict(self._verbs),
         )
+
+    def draft(self, rows: tuple[Row, ...]) -> Proposal:
+        """See `Rounds`."""
+        return self._timed("draft", super().draft, rows)
+
+    def verify(self, proposal: Proposal) -> VerifiedBlock:
+        """See `Rounds`."""
+        return self._timed("verify", super().verify, proposal)
+
+    def preview(self, licensed: LicensedBlock) -> PreviewedBlock:
+        """See `Rounds`."""
+        return self._timed("preview", super().preview, licensed)
+
+    def commit(self, previewed: PreviewedBlock) -> CommittedBlock:
+        """See `Rounds`."""
+        return self._timed("commit", super().commit, previewed)
+
+    def publish(self, committed: CommittedBlock) -> None:
+        """See `Rounds`."""
+        self._timed("publish", super().publish, committed)
+
+    def _timed(self, name: str, verb: Callable[[Any], Returned], argument: Any) -> Returned:
+        started = time.monotonic_ns()
+        try:
+            return verb(argument)
+        finally:
+            self._verbs[name] = time.monotonic_ns() - started
 
     def accept(self, source: Any) -> LicensedBlock:
         """See `Rounds`."""
-        block = super().accept(source)
+        block = self._timed("accept", super().accept, source)
         if not isinstance(source, VerifiedBlock):
             return block
         licensed = [

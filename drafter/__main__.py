@@ -13,7 +13,7 @@ import grpc
 import structlog
 import torch
 
-from drafter.config import DraftConfig, DrafterOptions, choose_device
+from drafter.config import SPIN_MS, DraftConfig, DrafterOptions, choose_device
 from drafter.context import ContextMemory
 from drafter.graphs import DraftGraphs
 from drafter.metrics import DrafterMetrics
@@ -197,7 +197,15 @@ def _load(
         "graph_count": graphs.replays.graph_count,
         "capture_s": round(graphs.capture_seconds, 2),
     }
-    return Engine(config, geometry, graphs, telemetry.metrics, telemetry.tracer), plan
+    engine = Engine(
+        config,
+        geometry,
+        graphs,
+        telemetry.metrics,
+        telemetry.tracer,
+        spin_ns=options.spin_ms * 1_000_000,
+    )
+    return engine, plan
 
 
 def _arithmetic(sizes: Sequence[tuple[str, int]], available: int) -> str:
@@ -237,6 +245,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DrafterOptions, str]:
         checkpoint_slots=flags.checkpoint_slots,
         checkpoint_host_mib=flags.checkpoint_host_mib,
         checkpoint_grace=flags.checkpoint_grace,
+        spin_ms=SPIN_MS[device.partition(":")[0]] if flags.spin_ms is None else flags.spin_ms,
         causal_local_layers=flags.causal_local_layers,
         security=security.ServerSecurity.of(flags),
         metrics_listen=flags.metrics_listen,

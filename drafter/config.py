@@ -21,6 +21,9 @@ MOST_CONCURRENCY = 8
 MOST_CHECKPOINT_SLOTS = 4096
 MOST_HOST_MIB = 1 << 24
 MOST_GRACE = 86400  # seconds
+MOST_SPIN_MS = 60_000
+# longer than a round of a large target takes; on a CPU the core is wanted for better things
+SPIN_MS = {"cuda": 50, "cpu": 0}
 FULL_HEAD = "full"
 
 
@@ -41,6 +44,7 @@ class DrafterOptions:
     checkpoint_slots: int = 0  # on the device, over all streams
     checkpoint_host_mib: int = 0  # budget of the replicas in host memory
     checkpoint_grace: float = 60.0  # seconds that checkpoints outlive their verifier's stream
+    spin_ms: int = 0  # how long after a Round the next is looked for in shared memory
     causal_local_layers: bool = False
     security: ServerSecurity = field(default_factory=ServerSecurity)
     metrics_listen: str | None = None
@@ -97,6 +101,7 @@ class DraftConfig:
             ("checkpoint_slots", options.checkpoint_slots, MOST_CHECKPOINT_SLOTS),
             ("checkpoint_host_mib", options.checkpoint_host_mib, MOST_HOST_MIB),
             ("checkpoint_grace", options.checkpoint_grace, MOST_GRACE),
+            ("spin_ms", options.spin_ms, MOST_SPIN_MS),
         ):
             if not 0 <= value <= most:
                 raise ValueError(f"{name}: expected 0..{most}, got {value}")

@@ -72,7 +72,11 @@ class Drafted:
 
 
 class DraftRounds:
-    """Applies the events that follow a Hello, in stream order."""
+    """Applies the events that follow a Hello, in stream order.
+
+    Attributes:
+        round_index: of the last Round.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class DraftRounds:
         self._row_limit = max_concurrency  # B of this stream
         self._sequences = SequenceTable(graphs.memory, max_concurrency)
         self._checkpoints = checkpoints
-        self._round_index = 0
+        self.round_index = 0
         self._shared = shared  # None: features come in messages
         self._counters = counters
 
@@ -113,6 +117,7 @@ class DraftRounds:
             "capture": self._capture,
             "restore": self._restore,
             "drop": self._drop,
+            "look": _look,
         }
         if event not in verbs:
             raise invalid("event", "one that may follow Hello", event or "none known")
@@ -134,13 +139,13 @@ class DraftRounds:
         return wire.DraftRoundsResponse(round_reply=reply)
 
     def _admit(self, round_: wire.Round) -> Admitted:
-        if round_.round_index != self._round_index + 1:
-            raise invalid("round_index", self._round_index + 1, round_.round_index)
+        if round_.round_index != self.round_index + 1:
+            raise invalid("round_index", self.round_index + 1, round_.round_index)
         if len(round_.rows) > self._row_limit:
             raise invalid("rows", f"at most {self._row_limit}", len(round_.rows))
         # the whole message is checked before any row of it is applied
         rows = [self._decode_row(request) for request in round_.rows]
-        self._round_index += 1
+        self.round_index += 1
         seen: set[int] = set()
         return Admitted(tuple(self._admit_row(row, seen) for row in rows))
 
@@ -334,6 +339,10 @@ class DraftRounds:
     def _status(self, fault: FaultError) -> status_pb2.Status:
         self._counters[f"fault_{fault.reason.lower()}"] += 1
         return faults.to_status(fault)
+
+
+def _look(event: wire.Look) -> None:
+    """It has woken the engine, which looks before it sleeps."""
 
 
 def _elapsed_ns(span: Span | None) -> int:

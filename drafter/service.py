@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -39,11 +40,23 @@ STREAM_CREDITS = 64
 HELLO_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class Posted:
+    """An event of a stream on its way to the engine; the end of the stream without a request."""
+
+    stream: Stream
+    request: wire.DraftRoundsRequest | None = None
+    received_ns: int = 0
+    in_memory: bool = False  # where its answer belongs too
+
+
 class Stream:
     """One DraftRounds call, between gRPC's threads and the engine's."""
 
     def __init__(self) -> None:
         self.rounds: DraftRounds | None = None  # from Hello on
+        self.memory: OfferedMemory | None = None  # likewise, where it is shared
+        self.event_count = 0  # of the events that came by the call, those that were applied
         self.checkpoints: CheckpointTable | None = None  # likewise
         self.verifier_id = b""
         self.max_concurrency = 0  # B that its Hello reserved
@@ -96,11 +109,28 @@ class Stream:
             self._credits.release()
 
     def answer(self, reply: wire.DraftRoundsResponse | None) -> None:
-        """Takes the outcome of one event; None when it has no answer."""
+        """Takes the outcome of one event of the call; None when it has no answer."""
         if reply is None:
             self._credits.release()
         else:
             self._outbox.put(reply)
+
+    def answer_in_memory(self, reply: wire.DraftRoundsResponse) -> None:
+        """Takes the outcome of a Round that was left in memory."""
+        assert self.memory is not None
+        if not self.memory.post_reply(reply.round_reply.round_index, reply):
+            self._credits.acquire(blocking=False)  # which sending it gives back
+            self._outbox.put(reply)
+
+    def round_in_memory(self) -> wire.DraftRoundsRequest | None:
+        """The next Round, if it lies in memory and all events before it have been applied.
+
+        Raises:
+            FaultError: What lies there is no message.
+        """
+        if self.memory is None or self.rounds is None:
+            return None
+        return self.memory.take_round(self.rounds.round_index + 1, self.event_count)
 
     def end(self, fault: FaultError | None) -> None:
         """Ends the call after everything answered so far."""
@@ -119,7 +149,20 @@ class Engine:
         graphs: DraftGraphs,
         metrics: DrafterMetrics | None = None,
         tracer: Tracer | None = None,
+        *,
+        spin_ns: int = 0,
     ) -> None:
+        """Starts the thread.
+
+        Args:
+            config: Pair, widths, memory.
+            geometry: What verifiers are compared with.
+            graphs: The model and all contexts.
+            metrics: Counts what happens here.
+            tracer: Makes spans.
+            spin_ns: How long after a Round the thread looks for the next one in shared memory
+                rather than sleep; 0 has every Round come by its stream.
+        """
         self.config = config
         self.geometry = geometry
         self.counters: Counter[str] = Counter()
@@ -129,19 +172,20 @@ class Engine:
         self.metrics = metrics or DrafterMetrics()
         self._tracer = tracer or Tracer("outrider-drafter")
         self._streams: dict[Stream, None] = {}  # after their Hello
-        self._inbox: queue.SimpleQueue[tuple[Stream, wire.DraftRoundsRequest | None, int] | None]
-        self._inbox = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()
+        self._spin_ns = spin_ns
+        self._looks_until = 0
         self.metrics.watch(self)
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
         self._thread.start()
 
     def post(self, stream: Stream, request: wire.DraftRoundsRequest, received_ns: int) -> None:
         """Queues one event."""
-        self._inbox.put((stream, request, received_ns))
+        self._inbox.put(Posted(stream, request, received_ns))
 
     def hang_up(self, stream: Stream) -> None:
         """Queues the end of a stream: whatever it holds is released. Idempotent."""
-        self._inbox.put((stream, None, 0))
+        self._inbox.put(Posted(stream))
 
     def drain(self) -> None:
         """Has every stream, now and from now on, end with DRAINING; events queued so far apply."""
@@ -182,29 +226,72 @@ class Engine:
 
     def _run(self) -> None:
         with torch.inference_mode(), self._graphs.stream():
-            while (posted := self._inbox.get()) is not None:
-                self._apply(*posted)
+            while (posted := self._next()) is not None:
+                self._apply(posted)
         for stream in list(self._streams):
             self._end(stream, draining())
         # late calls must hear of it, so that no handler waits for an answer for ever
         while (posted := self._inbox.get()) is not None:
-            if not posted[0].ended:
-                self._end(posted[0], draining())
+            if not posted.stream.ended:
+                self._end(posted.stream, draining())
 
-    def _apply(
-        self, stream: Stream, request: wire.DraftRoundsRequest | None, received_ns: int
-    ) -> None:
+    def _next(self) -> Posted | None:
+        """The next event: looked for while Rounds may be left in memory, else waited for."""
+        if self._looks_until:
+            while time.monotonic_ns() < self._looks_until:
+                if (posted := self._look()) is not None:
+                    return posted
+                if not self._inbox.empty():
+                    return self._inbox.get()
+                time.sleep(0)  # gives up the interpreter's lock, and not the core
+            self._looks_until = 0
+            self._say_whether_it_looks()
+        # a Round may have been left before that was seen
+        return self._look() or self._inbox.get()
+
+    def _look(self) -> Posted | None:
+        """A Round that was left in memory, if there is one."""
+        for stream in self._streams:
+            if stream.memory is None:
+                continue
+            try:
+                request = stream.round_in_memory()
+            except FaultError as fault:
+                self._end(stream, fault)
+                return None
+            if request is not None:
+                return Posted(stream, request, time.monotonic_ns(), in_memory=True)
+        return None
+
+    def _look_on(self) -> None:
+        """Begins to look, or goes on: another Round will follow the one that was applied."""
+        if self._spin_ns:
+            began = not self._looks_until
+            self._looks_until = time.monotonic_ns() + self._spin_ns
+            if began:
+                self._say_whether_it_looks()
+
+    def _say_whether_it_looks(self) -> None:
+        for stream in self._streams:
+            if stream.memory is not None:
+                stream.memory.look(bool(self._looks_until))
+
+    def _apply(self, posted: Posted) -> None:
+        stream, request = posted.stream, posted.request
         if stream.ended:
             return
         if request is None:
             self._end(stream, None)
             return
+        stream.event_count += not posted.in_memory
         try:
             reply = (
                 self._welcome(stream, request)
                 if stream.rounds is None
                 else stream.rounds.apply(request)
             )
+            if request.HasField("round"):
+                self._look_on()
         except FaultError as fault:
             self._end(stream, fault)
             return
@@ -214,8 +301,11 @@ class Engine:
             self._end(stream, FaultError("INTERNAL", f"drafter: {type(error).__name__}: {error}"))
             return
         if reply is not None and reply.WhichOneof("event") == "round_reply":
-            reply.round_reply.service_ns = time.monotonic_ns() - received_ns
-        stream.answer(reply)
+            reply.round_reply.service_ns = time.monotonic_ns() - posted.received_ns
+        if posted.in_memory and reply is not None:
+            stream.answer_in_memory(reply)
+        else:
+            stream.answer(reply)
         self._record(stream, request, reply)
 
     def _record(
@@ -265,7 +355,9 @@ class Engine:
         stream.verifier_id = hello.verifier_id
         stream.record = StreamRecord(self._tracer)
         stream.max_concurrency = hello.max_concurrency
-        shared = self._shared_memory(hello)
+        stream.memory = shared = self._shared_memory(hello)
+        if shared is not None:
+            shared.look(bool(self._looks_until))
         stream.rounds = DraftRounds(
             self.config,
             self._graphs,

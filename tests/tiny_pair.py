@@ -229,6 +229,7 @@ def served(
     load_format: str = "auto",
     checkpoint_slots: int = 0,
     checkpoint_host_mib: int = 0,
+    spin_ms: int = 0,
     drafter_via: Callable[[str], str] = lambda address: address,
     **verifier_options: Any,
 ) -> Iterator[Pair]:
@@ -248,6 +249,7 @@ def served(
             load_format=load_format,
             checkpoint_slots=checkpoint_slots,
             checkpoint_host_mib=checkpoint_host_mib,
+            spin_ms=spin_ms,
         )
     )
     try:

@@ -43,6 +43,9 @@ REOPENING = frozenset(
     {"SEQUENCE_NOT_FOUND", "FEATURES_GAP", "FRONTIER_MISMATCH", "CHECKPOINT_NOT_FOUND"}
 )
 CAPACITY_RETRY_NS = 1_000_000_000
+# an answer in memory is awaited on the core for so long; then the drafter is asked whether it looks
+SPIN_NS = 10_000_000
+RARELY_S = 0.0005  # between looks after that
 
 
 class DrafterLink:
@@ -109,6 +112,7 @@ class DrafterLink:
         self._next_sequence_id = 1
         self._round_index = 0
         self._unanswered_round: tuple[int, int] | None = None  # index, deadline
+        self._round_in_memory = False  # where the unanswered one is, and its answer will be
         self._features_sent = 0  # messages, in this stream
         self._features_answered = 0  # of these, before the last answered Round
         self._features_at_round = 0  # sent before the unanswered Round
@@ -429,7 +433,7 @@ class DrafterLink:
         if not rows:
             return NOTHING
         wants = any(row.HasField("proposal") for row in rows)
-        self._send_round(rows)
+        self._send_round(rows, awaited=wants)
         if not wants:
             return NOTHING
         meanwhile()
@@ -471,7 +475,7 @@ class DrafterLink:
             row.proposal.seed = ask.seed
         return row
 
-    def _send_round(self, rows: Sequence[wire.RoundRow]) -> None:
+    def _send_round(self, rows: Sequence[wire.RoundRow], *, awaited: bool = False) -> None:
         assert self._stream is not None
         self._round_index += 1
         self._features_at_round = self._features_sent
@@ -479,7 +483,7 @@ class DrafterLink:
         deadline = time.monotonic_ns() + self._timeout_ns + allowance
         self._unanswered_round = (self._round_index, deadline)
         self.counters["rounds"] += 1
-        self._stream.send_round(self._round_index, rows)
+        self._round_in_memory = self._stream.send_round(self._round_index, rows, awaited=awaited)
 
     # ---- what arrives -------------------------------------------------------------------------
 
@@ -498,14 +502,39 @@ class DrafterLink:
         """The reply to the unanswered round; None when the drafter is lost before it comes."""
         while self._unanswered_round is not None:
             index, deadline = self._unanswered_round
-            try:
-                timeout = max(0.0, (deadline - time.monotonic_ns()) / 1e9)
-                reply = self._apply(self._dialler.inbox.get(timeout=timeout))
-            except queue.Empty:
+            arrived = self._next_arrived(index, deadline)
+            if arrived is None:
                 self._expire()
                 return None
+            reply = self._apply(arrived)
             if reply is not None and reply.round_index == index:
                 return reply
+        return None
+
+    def _next_arrived(self, index: int, deadline: int) -> Arrived | None:
+        """What arrives next while a Round is unanswered; None when its deadline has passed."""
+        inbox = self._dialler.inbox
+        if not self._round_in_memory:
+            try:
+                return inbox.get(timeout=max(0.0, (deadline - time.monotonic_ns()) / 1e9))
+            except queue.Empty:
+                return None
+        assert self._stream is not None
+        spins_until, asked = time.monotonic_ns() + SPIN_NS, False
+        while (now := time.monotonic_ns()) < deadline:
+            try:
+                reply = self._stream.take_reply(index)
+            except FaultError as fault:
+                return Arrived(self._stream, ended=fault.message)
+            if reply is not None:
+                return Arrived(self._stream, reply)
+            if not inbox.empty():
+                return inbox.get()
+            if now > spins_until and not asked:
+                self._stream.send_look()
+                asked = True
+            # 0 gives up the interpreter's lock, and not the core
+            time.sleep(RARELY_S if asked else 0)
         return None
 
     def _expire(self) -> None:

@@ -69,6 +69,7 @@ class Stream:
         self.closed_ns = 0  # when it was closed from here, if it was
         self._counters = counters
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
+        self._queued = 0  # events handed to the stream
         self.call = stub.DraftRounds(self._requests(), metadata=metadata)
 
     def _requests(self) -> Iterator[wire.DraftRoundsRequest]:
@@ -78,6 +79,7 @@ class Stream:
 
     def send(self, **event: object) -> None:
         """Queues one message, named as an arm of ``event``."""
+        self._queued += 1
         self._outgoing.put(wire.DraftRoundsRequest(**event))  # type: ignore[arg-type]
 
     def send_hello(self, hello: wire.Hello) -> None:
@@ -131,9 +133,37 @@ class Stream:
             row.shared_features.CopyFrom(self.memory.put_round_rows(rows))
         return row
 
-    def send_round(self, round_index: int, rows: Sequence[wire.RoundRow]) -> None:
-        """Sends the Round; one without rows is a barrier."""
-        self.send(round=wire.Round(round_index=round_index, rows=rows))
+    def send_round(self, round_index: int, rows: Sequence[wire.RoundRow], *, awaited: bool) -> bool:
+        """Sends the Round; one without rows is a barrier.
+
+        Args:
+            round_index: Its number.
+            rows: What was begun with `begin_round`.
+            awaited: Whether nothing else will be sent before it is answered.
+
+        Returns:
+            Whether it was left in memory, for `take_reply` to find the answer there.
+        """
+        round_ = wire.Round(round_index=round_index, rows=rows)
+        if awaited and self.memory is not None:
+            request = wire.DraftRoundsRequest(round=round_)
+            if self.memory.post_round(round_index, self._queued, request):
+                self._counters["rounds_in_memory"] += 1
+                return True
+        self.send(round=round_)
+        return False
+
+    def take_reply(self, round_index: int) -> wire.DraftRoundsResponse | None:
+        """The answer to a Round that was left in memory, once it is there.
+
+        Raises:
+            FaultError: It is no message.
+        """
+        return None if self.memory is None else self.memory.take_reply(round_index)
+
+    def send_look(self) -> None:
+        """Has a drafter that sleeps look for what was left in memory."""
+        self.send(look=wire.Look())
 
     def send_capture(self, context: Context, checkpoint_id: int, position: int) -> None:
         """Keeps a context, which stands at ``position``, under an id."""

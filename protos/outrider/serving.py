@@ -610,6 +610,14 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="how long checkpoints outlive their verifier's stream (default: %(default)s)",
     )
+    group.add_argument(
+        "--spin-ms",
+        type=int,
+        metavar="MS",
+        default=None,
+        help="how long after a round the engine looks for the next one in shared memory, on a core "
+        "of its own (default: 50 on cuda, 0 on cpu)",
+    )
 
 
 def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
@@ -626,7 +634,7 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         "--shared-memory",
         choices=("auto", "off"),
         default="auto",
-        help="auto hands features to a drafter on this host in memory that both map "
+        help="auto hands features and rounds to a drafter on this host in memory that both map "
         "(default: %(default)s)",
     )
     group.add_argument(

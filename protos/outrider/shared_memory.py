@@ -1,4 +1,4 @@
-"""Feature rows in memory that both services map, where they run on one host.
+"""Memory that both services map, where they run on one host: feature rows, and a Round's messages.
 
 The verifier creates a memory file for a stream and offers it in Hello; a drafter that can map the
 very same file says so in Welcome, and from then on messages say where rows lie instead of carrying
@@ -8,6 +8,10 @@ host, or in another container, is not mistaken for it. It has no name any more o
 Rows are addressed by index. A region of its own belongs to the rows of Rounds, of which at most one
 is unanswered, and slots in turn to Features messages, of which at most so many are: so nothing is
 overwritten before the drafter has taken it.
+
+Two boxes hold a Round and its reply, for as long as the drafter says that it looks. A thread that
+looks sees a message as soon as it is there; one that sleeps on a stream is woken by way of six
+others, which costs more than a millisecond of a round.
 """
 
 from __future__ import annotations
@@ -18,18 +22,25 @@ import os
 import re
 import secrets
 import time
-import warnings
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
+from google.protobuf.message import DecodeError
 
 from outrider.faults import FaultError
+from outrider.message_box import MessageBox
 from outrider.v1 import draft_service_pb2 as wire
 
 FOLDER = Path("/dev/shm")
 KEY_BYTES = 16
-_HEADER_BYTES = mmap.PAGESIZE  # rows begin on a page
+# a reply of 8 sequences, 31 proposals each with 16 candidates, has 32 KiB; what is larger goes by
+# the stream
+BOX_BYTES = 1 << 16
+_LOOKS = 64  # where the drafter says whether it looks
+_BOXES = mmap.PAGESIZE
+_HEADER_BYTES = _BOXES + 2 * BOX_BYTES  # rows begin on a page
+_Message = TypeVar("_Message", wire.DraftRoundsRequest, wire.DraftRoundsResponse)
 _NAME = re.compile(r"outrider-[0-9a-f]{32}")
 # a file has a name from Hello to Welcome, seconds; one that is older lost its verifier in between
 _STALE_SECONDS = 120.0
@@ -46,7 +57,7 @@ def _remove_stale() -> None:
 
 
 class FeatureMemory:
-    """The verifier's half: a new memory file, written by it alone.
+    """The verifier's half: a new memory file.
 
     Args:
         row_bytes: Size of a feature row.
@@ -82,6 +93,8 @@ class FeatureMemory:
             os.close(file)
         memory[:KEY_BYTES] = self._key
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)[_HEADER_BYTES:]
+        self._head = memoryview(memory)[:_HEADER_BYTES]
+        self._rounds, self._replies = _boxes(self._head)
         self._round_end = 0
         self._turn = 0
 
@@ -113,6 +126,30 @@ class FeatureMemory:
         self._turn = (self._turn + 1) % self._messages
         return self._put(first, rows)
 
+    def post_round(self, index: int, after: int, event: wire.DraftRoundsRequest) -> bool:
+        """Leaves a Round for the drafter, which the one before must not need any more.
+
+        Args:
+            index: The Round's.
+            after: How many events the stream was handed before it.
+            event: The Round.
+
+        Returns:
+            False where it must go by the stream: the drafter does not look, or it is too large.
+        """
+        if not self._head[_LOOKS]:
+            return False
+        return self._rounds.put(index, after, event.SerializeToString())
+
+    def take_reply(self, index: int) -> wire.DraftRoundsResponse | None:
+        """The answer to a Round that was left here, once it is there.
+
+        Raises:
+            FaultError: EVENT_INVALID, it is no message.
+        """
+        found = self._replies.take(index)
+        return None if found is None else _parsed(wire.DraftRoundsResponse, found[1])
+
     def _put(self, first: int, rows: torch.Tensor) -> wire.SharedRows:
         raw = rows.contiguous().view(-1).view(torch.uint8)
         assert len(raw) == len(rows) * self._row_bytes
@@ -122,14 +159,13 @@ class FeatureMemory:
 
 
 class OfferedMemory:
-    """The drafter's half: rows of a file that a verifier offered, read-only."""
+    """The drafter's half: of a file that a verifier offered, rows to read, and the boxes."""
 
     def __init__(self, memory: mmap.mmap, row_count: int, width: int, dtype: torch.dtype) -> None:
-        with warnings.catch_warnings():
-            # torch says that a tensor over these bytes cannot be written; nobody does
-            warnings.simplefilter("ignore")
-            values = torch.frombuffer(memory, dtype=dtype, offset=_HEADER_BYTES)
+        values = torch.frombuffer(memory, dtype=dtype, offset=_HEADER_BYTES)
         self._rows = values[: row_count * width].view(row_count, width)
+        self._head = memoryview(memory)[:_HEADER_BYTES]
+        self._rounds, self._replies = _boxes(self._head)
 
     @classmethod
     def open(cls, offer: wire.SharedMemoryOffer, width: int, dtype: torch.dtype) -> Self | None:
@@ -138,13 +174,13 @@ class OfferedMemory:
             return None
         size = _HEADER_BYTES + offer.row_count * width * dtype.itemsize
         try:
-            file = os.open(FOLDER / offer.name, os.O_RDONLY | os.O_NOFOLLOW)
+            file = os.open(FOLDER / offer.name, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
             if not offer.row_count or os.fstat(file).st_size != size:
                 return None
-            memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
+            memory = mmap.mmap(file, size)
         except (OSError, ValueError, OverflowError):
             return None
         finally:
@@ -169,6 +205,47 @@ class OfferedMemory:
                 actual=f"[{first}, {end})",
             )
         return self._rows[first:end]
+
+    def look(self, looks: bool) -> None:
+        """Says whether Rounds may be left here: somebody calls `take_round` again and again."""
+        self._head[_LOOKS] = looks
+
+    def take_round(self, index: int, after: int) -> wire.DraftRoundsRequest | None:
+        """The Round of that index, once it is there and its turn has come.
+
+        Args:
+            index: The Round's.
+            after: How many events of the stream have been applied; it waits for those before it.
+
+        Raises:
+            FaultError: EVENT_INVALID, it is no message.
+        """
+        found = self._rounds.take(index)
+        if found is None or found[0] > after:
+            return None
+        return _parsed(wire.DraftRoundsRequest, found[1])
+
+    def post_reply(self, index: int, event: wire.DraftRoundsResponse) -> bool:
+        """Leaves the answer to a Round that was left here; False where it must go by the stream."""
+        return self._replies.put(index, 0, event.SerializeToString())
+
+
+def _boxes(head: memoryview) -> tuple[MessageBox, MessageBox]:
+    """For Rounds and for replies."""
+    rounds = head[_BOXES : _BOXES + BOX_BYTES]
+    return MessageBox(rounds), MessageBox(head[_BOXES + BOX_BYTES :])
+
+
+def _parsed(kind: type[_Message], payload: bytes) -> _Message:
+    message = kind()
+    try:
+        message.ParseFromString(payload)
+    except DecodeError:
+        raise FaultError(
+            "EVENT_INVALID",
+            f"memory: expected a {kind.__name__}, got {len(payload)} bytes of something else",
+        ) from None
+    return message
 
 
 def on_this_host(address: str) -> bool:

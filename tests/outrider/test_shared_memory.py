@@ -167,3 +167,59 @@ def test_what_a_killed_verifier_left_behind_is_removed_by_the_next(folder):
     assert young.exists()
     assert other.exists()
     made.unlink()
+
+
+def round_event(index: int, rows: int = 1) -> wire.DraftRoundsRequest:
+    content = [wire.RoundRow(sequence_id=row + 1, epoch=1) for row in range(rows)]
+    return wire.DraftRoundsRequest(round=wire.Round(round_index=index, rows=content))
+
+
+def test_a_round_is_left_only_while_the_drafter_looks(memory):
+    other = opened(memory)
+    assert not memory.post_round(1, 4, round_event(1))
+    other.look(True)
+    assert memory.post_round(1, 4, round_event(1))
+    # the events before it come first
+    assert other.take_round(1, 3) is None
+    assert other.take_round(2, 4) is None
+    assert other.take_round(1, 4) == round_event(1)
+    other.look(False)
+    assert not memory.post_round(2, 4, round_event(2))
+
+
+def test_a_reply_is_found_by_its_round(memory):
+    other = opened(memory)
+    reply = wire.DraftRoundsResponse(round_reply=wire.RoundReply(round_index=5))
+    assert memory.take_reply(5) is None
+    assert other.post_reply(5, reply)
+    assert memory.take_reply(4) is None
+    assert memory.take_reply(5) == reply
+
+
+def test_what_is_too_large_for_a_box_goes_by_the_stream(memory):
+    other = opened(memory)
+    other.look(True)
+    assert not memory.post_round(1, 0, round_event(1, rows=30_000))
+
+
+def test_rows_are_not_touched_by_messages(memory):
+    other = opened(memory)
+    other.look(True)
+    memory.begin_round()
+    held = rows(6, 9)
+    place = memory.put_round_rows(held)
+    assert memory.post_round(1, 0, round_event(1, rows=5000))
+    assert other.post_reply(1, wire.DraftRoundsResponse(round_reply=wire.RoundReply()))
+    assert torch.equal(other.rows(place), held)
+
+
+def test_bytes_that_are_no_message_are_a_fault(memory):
+    other = opened(memory)
+    other.look(True)
+    memory._rounds.put(1, 0, b"\xff\xff\xff")
+    with pytest.raises(FaultError) as raised:
+        other.take_round(1, 0)
+    assert raised.value.reason == "EVENT_INVALID"
+    other._replies.put(1, 0, b"\xff\xff\xff")
+    with pytest.raises(FaultError):
+        memory.take_reply(1)

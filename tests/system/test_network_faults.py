@@ -34,9 +34,16 @@ class Net:
         return Client(self.front.address, options=OWN)
 
 
-@pytest.fixture(params=[True, False], ids=["shared_memory", "messages"])
+@pytest.fixture(
+    params=[
+        {"shared_memory": True},
+        {"shared_memory": True, "spin_ms": 500},
+        {"shared_memory": False},
+    ],
+    ids=["shared_memory", "rounds_in_memory", "messages"],
+)
 def net(dense, request) -> Iterator[Net]:
-    yield from _net(dense, shared_memory=request.param)
+    yield from _net(dense, **request.param)
 
 
 @pytest.fixture

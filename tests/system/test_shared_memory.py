@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -48,6 +49,77 @@ def test_a_pair_on_one_host_shares_and_proposes_as_one_that_does_not(dense, serv
     assert not list(folder.iterdir())
 
 
+def test_rounds_go_through_memory_while_the_drafter_looks(dense, serve, oracle):
+    _, by_stream = serve(dense, draft_tokens=7, prefill_chunk=64)
+    pair, client = serve(dense, draft_tokens=7, prefill_chunk=64, spin_ms=2000)
+    counters = pair.verifier.engine._link.counters
+    for length in (5, 130):
+        one, other = generate(by_stream, length), generate(client, length)
+        assert one.token_ids == other.token_ids
+        assert [r.proposed for r in one.rounds] == [r.proposed for r in other.rounds]
+    assert list(other.token_ids) == greedy(oracle, prompt(130), 24)
+    # the first of a pause finds it asleep, and one that brings features alone waits for nobody
+    assert counters["rounds_in_memory"] > counters["rounds"] // 2
+    assert counters["stale_messages"] == counters["round_timeouts"] == 0
+
+
+def test_a_drafter_that_sleeps_is_sent_rounds_by_the_stream(dense, serve):
+    pair, client = serve(dense, draft_tokens=7, spin_ms=1)
+    engine = pair.drafter._service._engine
+    counters = pair.verifier.engine._link.counters
+    for _ in range(3):
+        before = counters["rounds"], counters["rounds_in_memory"]
+        assert generate(client, 12).usage.proposed > 0
+        while engine._looks_until:
+            pass
+        assert counters["rounds"] - before[0] > counters["rounds_in_memory"] - before[1]
+    assert not any(stream.memory._head[64] for stream in engine._streams)
+
+
+def test_a_round_left_with_one_that_sleeps_is_looked_for(dense, serve, monkeypatch):
+    """The verifier saw a drafter that looked, and it went to sleep at that moment."""
+    looked = OfferedMemory.look
+    monkeypatch.setattr(OfferedMemory, "look", lambda memory, looks: looked(memory, True))
+    pair, client = serve(dense, draft_tokens=7, spin_ms=1)
+    pair.drafter._service._engine._look_on()
+    for length in (12, 70):
+        done = generate(client, length)
+        assert done.usage.proposed > 0
+        assert not done.usage.plain_rounds
+    assert pair.verifier.engine._link.counters["round_timeouts"] == 0
+
+
+def test_a_reply_too_large_for_its_box_goes_by_the_stream(dense, serve, monkeypatch):
+    monkeypatch.setattr(OfferedMemory, "post_reply", lambda memory, index, event: False)
+    pair, client = serve(dense, draft_tokens=7, spin_ms=2000)
+    assert generate(client, 40).usage.proposed > 0
+    counters = pair.verifier.engine._link.counters
+    assert counters["rounds_in_memory"] > 2
+    assert counters["round_timeouts"] == counters["losses"] == 0
+
+
+def test_what_is_no_message_ends_that_stream_alone(dense, serve, monkeypatch, oracle):
+    pair, client = serve(dense, draft_tokens=7, spin_ms=2000)
+    counters = pair.verifier.engine._link.counters
+    assert generate(client, 12).usage.proposed > 0
+    put = FeatureMemory.post_round
+    spoiled = []
+
+    def spoil(memory, index, after, event):
+        if spoiled or not put(memory, index, after, event):
+            return put(memory, index, after, event)
+        spoiled.append(index)
+        return memory._rounds.put(index, after, b"\xff\xff")
+
+    monkeypatch.setattr(FeatureMemory, "post_round", spoil)
+    done = generate(client, 40)
+    assert list(done.token_ids) == greedy(oracle, prompt(40), 24)
+    assert spoiled
+    assert counters["losses"] == 1
+    pair.wait_for_drafter()
+    assert generate(client, 50).usage.proposed > 0
+
+
 def test_several_sequences_of_a_round_lie_side_by_side(dense, serve):
     from concurrent.futures import ThreadPoolExecutor
 
@@ -88,6 +160,32 @@ def test_a_drafter_that_comes_back_is_offered_memory_anew(dense, serve):
         assert generate(client, 12).token_ids
     assert shares(pair)
     assert generate(client, 40).usage.proposed > 0
+
+
+@pytest.mark.parametrize("how", ["it hangs up", "it stands still"])
+def test_losing_a_drafter_while_its_answer_is_looked_for(dense, serve, how):
+    pair, client = serve(dense, draft_tokens=7, spin_ms=2000, draft_timeout_ms=200)
+    wanted = {"prompt_ids": prompt(20), "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    plain = client.generate(**wanted, draft_tokens=0)
+    engine = pair.drafter._service._engine
+    counters = pair.verifier.engine._link.counters
+    look = engine._look
+
+    def stand_still():
+        engine._look = look
+        time.sleep(0.5)
+
+    published = []
+    with client.stream(**wanted, timeout=60) as stream:
+        for delta in stream:
+            published += delta.token_ids
+            if len(published) > 20 and engine._look == look and not counters["losses"]:
+                if how == "it hangs up":
+                    engine.hang_up(next(iter(engine._streams)))
+                else:
+                    engine._look = stand_still
+    assert published == list(plain.token_ids)
+    assert counters["losses"] >= 1
 
 
 @pytest.mark.parametrize(

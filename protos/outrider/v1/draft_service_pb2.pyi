@@ -19,7 +19,7 @@ DRAFT_FORMAT_DFLASH: DraftFormat
 DRAFT_FORMAT_DFLASH2: DraftFormat
 
 class DraftRoundsRequest(_message.Message):
-    __slots__ = ("hello", "open", "features", "round", "release", "capture", "restore", "fork", "drop")
+    __slots__ = ("hello", "open", "features", "round", "release", "capture", "restore", "fork", "drop", "look")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class DraftRoundsRequest(_message.Message):
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     features: Features
@@ -38,7 +39,8 @@ class DraftRoundsRequest(_message.Message):
     restore: Restore
     fork: Fork
     drop: Drop
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., round: _Optional[_Union[Round, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., capture: _Optional[_Union[Capture, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ...) -> None: ...
+    look: Look
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., round: _Optional[_Union[Round, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., capture: _Optional[_Union[Capture, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ...) -> None: ...
 
 class DraftRoundsResponse(_message.Message):
     __slots__ = ("welcome", "round_reply", "sequence_fault", "capture_reply", "restore_reply", "fork_reply", "drop_reply")
@@ -192,6 +194,10 @@ class SharedRows(_message.Message):
     first_row: int
     row_count: int
     def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ...) -> None: ...
+
+class Look(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("sequence_id", "epoch", "coverage_first", "trail")
