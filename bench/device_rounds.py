@@ -22,24 +22,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from bench.floors import Geometry
+from bench.pair import Process, wait_for_link
 from bench.rig import Orders
 from outrider.client import Client, ClientError
 
 WARM_ROUNDS = 5  # of a cell, not counted
 PLAIN_WIDTH = 7  # K that plain steps run beside where no other is measured
 PREFILL_REPEATS = 3  # the first is not counted
-START_TIMEOUT_S = 240.0
-LINK_TIMEOUT_S = 30.0
 CELL_TIMEOUT_S = 120.0
 LEAST_ROOM = 2048  # up to here a prompt is as long as the context, beyond it ends there
 GEOMETRY = Path(__file__).resolve().parent.parent / "models" / "geometry"
@@ -150,47 +148,6 @@ class Cell:
 # --- services
 
 
-class _Process:
-    """A child that says `ready ADDRESS`; the rest of what it prints goes to stderr."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
-        )
-        self.address: str | None = None
-        self._ready = threading.Event()
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
-
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            if line.startswith("ready "):
-                self.address = line.split()[1]
-                self._ready.set()
-            else:
-                print(line, end="", file=sys.stderr)
-        self._ready.set()
-
-    def wait_ready(self) -> str:
-        """Its address.
-
-        Raises:
-            RuntimeError: it ended first, or took too long.
-        """
-        self._ready.wait(START_TIMEOUT_S)
-        if self.address is None:
-            raise RuntimeError(f"{self._process.args} was not ready: {self._process.poll()}")
-        return self.address
-
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL a while later."""
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 @dataclass(frozen=True)
 class Pair:
     """Both services, running."""
@@ -225,7 +182,7 @@ def running(options: Options, draft_tokens: int) -> Iterator[Pair]:
         drafter.append(f"--spin-ms={options.spin_ms}")
     verifier = ["--listen=127.0.0.1:0", f"--device={on_verifier}", *common]
     started = time.monotonic()
-    processes: list[_Process] = []
+    processes: list[Process] = []
     environment = {"OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         if options.mps:
@@ -237,21 +194,12 @@ def running(options: Options, draft_tokens: int) -> Iterator[Pair]:
         if options.processes == "one":
             rig += ["--with-drafter", shlex.join(drafter)]
         else:
-            processes.append(_Process([sys.executable, "-m", "drafter", *drafter], environment))
+            processes.append(Process([sys.executable, "-m", "drafter", *drafter], environment))
             verifier.append(f"--drafter=127.0.0.1:{port}")
-        processes.append(_Process([*rig, *verifier], environment))
+        processes.append(Process([*rig, *verifier], environment))
         address = [process.wait_ready() for process in processes][-1]
-        _wait_for_link(address)
+        wait_for_link(address)
         yield Pair(address, records, time.monotonic() - started)
-
-
-def _wait_for_link(address: str) -> None:
-    with Client(address) as client:
-        end = time.monotonic() + LINK_TIMEOUT_S
-        while client.server_info(timeout=10).drafter_state != "connected":
-            if time.monotonic() > end:
-                raise RuntimeError(f"no drafter: {client.server_info(timeout=10).drafter_detail}")
-            time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from outrider.client import Client
+
+START_TIMEOUT_S = 240.0
+LINK_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
@@ -29,6 +39,118 @@ def served(*flags: str) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(timeout=60)
+
+
+class Process:
+    """A child that says `ready ADDRESS`; the rest of what it prints goes to stderr."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | dict(environment)
+        )
+        self.address: str | None = None
+        self._ready = threading.Event()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            if line.startswith("ready "):
+                self.address = line.split()[1]
+                self._ready.set()
+            else:
+                print(line, end="", file=sys.stderr)
+        self._ready.set()
+
+    def wait_ready(self) -> str:
+        """Its address.
+
+        Raises:
+            RuntimeError: it ended first, or took too long.
+        """
+        self._ready.wait(START_TIMEOUT_S)
+        if self.address is None:
+            raise RuntimeError(f"{self._process.args} was not ready: {self._process.poll()}")
+        return self.address
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL a while later."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass(frozen=True)
+class Services:
+    """A verifier and its drafters, running."""
+
+    address: str
+    drafters: tuple[Process, ...]
+
+
+@contextlib.contextmanager
+def services(
+    common: Sequence[str],
+    verifier: Sequence[str] = (),
+    *,
+    drafters: int = 1,
+    command: Sequence[str] = ("verifier",),
+) -> Iterator[Services]:
+    """Starts a verifier and its drafters as processes of their own, and stops them at the end.
+
+    Args:
+        common: Flags of every process.
+        verifier: Flags of the verifier alone.
+        drafters: How many; the verifier dials the first, and the others when it is gone.
+        command: The module that is run for the verifier, with what comes before its flags.
+
+    Raises:
+        RuntimeError: one of them was not ready in time, or found no drafter.
+    """
+    environment = {"OMP_NUM_THREADS": "1"}
+    # ports that are free now: all load at the same time, and the verifier dials until one answers
+    with contextlib.ExitStack() as taken:
+        sockets = [
+            taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(drafters)
+        ]
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    module, *before = command
+    commands = [["drafter", f"--listen={address}"] for address in addresses]
+    commands.append(
+        [module, *before, "--listen=127.0.0.1:0", f"--drafter={','.join(addresses)}", *verifier]
+    )
+    processes: list[Process] = []
+    try:
+        for flags in commands:
+            line = [sys.executable, "-m", *flags, *common]
+            processes.append(Process(line, environment))
+        address = [process.wait_ready() for process in processes][-1]
+        wait_for_link(address)
+        yield Services(address, tuple(processes[:-1]))
+    finally:
+        for process in reversed(processes):
+            process.stop()
+
+
+def wait_for_link(address: str) -> None:
+    """Waits until a verifier has its drafter.
+
+    Raises:
+        RuntimeError: there is none in time; the verifier says why.
+    """
+    with Client(address) as client:
+        end = time.monotonic() + LINK_TIMEOUT_S
+        while client.server_info(timeout=10).drafter_state != "connected":
+            if time.monotonic() > end:
+                raise RuntimeError(f"no drafter: {client.server_info(timeout=10).drafter_detail}")
+            time.sleep(0.05)
 
 
 def describe() -> str:
