@@ -208,8 +208,10 @@ def measure(
             client.generate(prompt_ids=prompt[: 2 * chunk], max_tokens=1, temperature=0)
             chunk_ms = _ms_per_chunk(client, prompt, chunks)
             periods = {
-                "7 streams": _streams(client, "alone", None),
-                f"the same beside a prompt of {chunks} chunks": _streams(client, "beside", prompt),
+                "7 streams": _streams(client, "alone", max_context, None),
+                f"the same beside a prompt of {chunks} chunks": _streams(
+                    client, "beside", max_context, prompt
+                ),
             }
         noted = Noted.read(events)
     return [
@@ -249,7 +251,7 @@ def _ms_per_chunk(client: Client, prompt: Sequence[int], chunks: int) -> float:
     return alone.usage.prefill_ns / 1e6 / chunks
 
 
-def _streams(client: Client, prefix: str, prompt: Sequence[int] | None) -> Period:
+def _streams(client: Client, prefix: str, max_context: int, prompt: Sequence[int] | None) -> Period:
     """Seven streams that decode, while the prompt is prefilled or for a while."""
     started, stop = threading.Barrier(STREAMS + 1), threading.Event()
     gaps: list[float] = []
@@ -259,7 +261,7 @@ def _streams(client: Client, prefix: str, prompt: Sequence[int] | None) -> Perio
         with client.stream(
             prompt_ids=ids,
             request_id=f"{prefix}-{number}",
-            max_tokens=1800,
+            max_tokens=max_context - 64,  # they are cancelled long before
             temperature=0,
             ignore_eos=True,
         ) as stream:
