@@ -393,11 +393,9 @@ class Blocks:
     def features(self, block: Block, row: int, kept: int) -> Tensor:
         """The first ``kept`` projected features of a block's row, [kept, H], in host memory.
 
-        They are the caller's own: the next block overwrites what they were copied from.
+        The next block overwrites them.
         """
-        rows = block.buffers.features[row, :kept]
-        # pinned memory is handed out again and again; fresh pages would cost more than the copy
-        return torch.empty_like(rows, pin_memory=self._on_cuda).copy_(rows)
+        return block.buffers.features[row, :kept]
 
     def _begin(self, block: Block) -> Block:
         self._newest = block
@@ -471,7 +469,7 @@ class Blocks:
         """Processes tokens [first, first + T) that are known, T <= W, as a round would.
 
         Returns:
-            Their projected features [T, H] in host memory, the caller's own.
+            Their projected features [T, H] in host memory, which the next block overwrites.
         """
         row = BlockRow(residency, first, 0, tuple(token_ids))
         block = self.verify([row])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider import tensors
 from outrider.faults import FaultError
@@ -77,18 +78,31 @@ def decode_proposal(proposal: wire.Proposal, live: int, public_vocab: int) -> Dr
     q = tensors.decode(
         conditional.probabilities, tuple(ids.shape), torch.float32, name="probabilities"
     )
-    # in numpy: at this size a check costs a tenth there
-    support, mass = ids.numpy(), q.numpy()
-    drawn = (support == np.array(token_ids, dtype=np.int32)[:, None]) & (mass > 0)
-    in_range = bool(((support >= 0) & (support < public_vocab)).all())
-    if not in_range or not bool((mass >= 0).all()) or not bool(drawn.any(axis=1).all()):
+    _expect_law(ids.numpy(), q.numpy(), token_ids, public_vocab)
+    return Drafted(token_ids, ids.long(), q)
+
+
+def _expect_law(
+    support: NDArray[np.int32],
+    mass: NDArray[np.float32],
+    token_ids: tuple[int, ...],
+    public_vocab: int,
+) -> None:
+    """Checks q [P, k]; in numpy, and in few calls: a round waits for it, row by row."""
+    drawn = mass * (support == np.array(token_ids, dtype=np.int32)[:, None])
+    # NaN fails every comparison
+    if (
+        not drawn.max(axis=1).min() > 0
+        or not mass.min() >= 0
+        or support.min() < 0
+        or support.max() >= public_vocab
+    ):
         raise FaultError(
             "PROPOSAL_INVALID",
             "proposal: expected q over public ids with the drafted token in its support",
         )
     sums = mass.sum(axis=1, dtype=np.float64)
-    if not bool((np.abs(sums - 1) <= 1e-5).all()):
+    if not (sums.min() >= 1 - 1e-5 and sums.max() <= 1 + 1e-5):
         raise FaultError(
             "PROPOSAL_INVALID", f"proposal: expected q to sum to 1, got {sums.tolist()}"
         )
-    return Drafted(token_ids, ids.long(), q)

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Self, TypeVar
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
@@ -92,7 +93,8 @@ class FeatureMemory:
         finally:
             os.close(file)
         memory[:KEY_BYTES] = self._key
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)[_HEADER_BYTES:]
+        values = np.frombuffer(memory, dtype=np.uint8, offset=_HEADER_BYTES)
+        self._rows = values.reshape(self._row_count, row_bytes)
         self._head = memoryview(memory)[:_HEADER_BYTES]
         self._rounds, self._replies = _boxes(self._head)
         self._round_end = 0
@@ -151,11 +153,11 @@ class FeatureMemory:
         return None if found is None else _parsed(wire.DraftRoundsResponse, found[1])
 
     def _put(self, first: int, rows: torch.Tensor) -> wire.SharedRows:
-        raw = rows.contiguous().view(-1).view(torch.uint8)
-        assert len(raw) == len(rows) * self._row_bytes
-        place = first * self._row_bytes
-        self._bytes[place : place + len(raw)] = raw
-        return wire.SharedRows(first_row=first, row_count=len(rows))
+        count = rows.shape[0]
+        raw = rows.contiguous().view(torch.uint8).numpy()
+        assert raw.shape[1] == self._row_bytes
+        self._rows[first : first + count] = raw
+        return wire.SharedRows(first_row=first, row_count=count)
 
 
 class OfferedMemory:
