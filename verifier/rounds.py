@@ -129,6 +129,8 @@ class Rounds:
 
         A prompt that was restored whole has its first token drawn from the kept hidden state.
         """
+        # what the round before has published need not wait for a chunk
+        self.deliver()
         started = time.monotonic_ns()
         first = sequence.frontier
         end = self.chunk_end(sequence)
@@ -146,7 +148,6 @@ class Rounds:
                 last=end == sequence.prompt_end and not sequence.output_count,
                 features_from=self._wanted_from(sequence),
             )
-            self.deliver()
             sequence.frontier = end
             # the rows of earlier chunks were copied while this one was being launched
             self.take_arrived()

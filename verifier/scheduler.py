@@ -37,6 +37,10 @@ from verifier.text import Text
 
 log = structlog.get_logger("outrider.engine")
 
+# calls in a turn whose columns make up less than a chunk: each reads all weights, however few they
+# are, so one counts for this part of a chunk at least
+_CALLS_PER_CHUNK = 4
+
 
 @dataclass(frozen=True)
 class EngineStatus:
@@ -288,16 +292,18 @@ class Engine:
     def _prefill(self) -> bool:
         """At most one chunk's worth of known tokens; False when nobody waits for any.
 
-        Several short prompts may share it, so that a burst of them is not admitted one a round.
+        A few short prompts, or blocks of a replay, may share it, so that a burst of them is not
+        admitted one a round.
         """
-        budget = self._rounds.chunk
+        budget = chunk = self._rounds.chunk
         while budget > 0:
             prefilling = next((s for s in self._resident if self._may_prefill(s)), None)
             if prefilling is None:
                 break
             end = self._prefill_end(prefilling)
+            columns = end - prefilling.frontier
             # a prompt that was restored whole costs one draw
-            size = max(1, end - prefilling.frontier)
+            size = max(columns, chunk // _CALLS_PER_CHUNK) if columns else 1
             if size > budget:
                 break
             # to the back of the line: prompts take turns, chunk by chunk
