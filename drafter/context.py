@@ -288,17 +288,22 @@ class ContextMemory:
     def append(self, pieces: Sequence[tuple[Context, int]]) -> Append:
         """Lays out the next rows: (context, row count) for each context, all distinct."""
         window, sequence_cells = self.plan.window, self.plan.pages_per_sequence * PAGE_SIZE
-        destinations = np.full((3, sum(row_count for _, row_count in pieces)), -1, dtype=np.int64)
-        first = 0
-        for context, row_count in pieces:
-            positions, ring_cells, page_cells = destinations[:, first : first + row_count]
-            positions[:] = np.arange(context.frontier, context.frontier + row_count)
-            if window:
-                # a piece longer than the ring keeps only its last S rows
-                ring_cells[-window:] = context.slot * window + positions[-window:] % window
-            if sequence_cells:
-                page_cells[:] = context.slot * sequence_cells + positions
-            first += row_count
+        # in few calls, whatever the number of contexts: a round waits for it
+        counts = np.array([row_count for _, row_count in pieces])
+        facts = np.array([(context.frontier, context.slot) for context, _ in pieces])
+        frontiers, slots = facts.repeat(counts, axis=0).T
+        ends = counts.cumsum()
+        index = np.arange(ends[-1]) - (ends - counts).repeat(counts)  # within its piece
+        destinations = np.full((3, ends[-1]), -1, dtype=np.int64)
+        positions = destinations[0]
+        np.add(frontiers, index, out=positions)
+        if window:
+            cells = slots * window + positions % window
+            # a piece longer than the ring keeps only its last S rows
+            kept = index >= (counts - window).repeat(counts)
+            destinations[1] = np.where(kept, cells, -1)
+        if sequence_cells:
+            np.add(slots * sequence_cells, positions, out=destinations[2])
         return Append(tuple(pieces), torch.from_numpy(destinations))
 
     def rows(

@@ -55,12 +55,15 @@ class DraftGraphs:
         self._model = model
         self._selector = selector
         self._extents = Extents(config)
-        self._materializing, self._drafting = Span(config.device), Span(config.device)
-        self._buffers = FeatureBuffers(config, self._extents.feature_rows[-1])
+        on_cuda = config.device.type == "cuda"
+        self._materializing, self._drafting = (
+            Span(self.replays if on_cuda else None) for _ in range(2)
+        )
+        self._buffers = FeatureBuffers(config, self._extents.feature_rows[-1], self.replays)
         self._blocks = {batch: BlockBuffers(config, batch) for batch in self._extents.batches}
         self._materialize_calls: dict[int, Callable[[], None]] = {}
         self._draft_calls: dict[tuple[int, int], Callable[[], Proposals]] = {}
-        if config.device.type == "cuda":
+        if on_cuda:
             # weights and contexts were filled on another stream
             torch.cuda.synchronize(config.device)
         started = time.monotonic()
@@ -125,9 +128,7 @@ class DraftGraphs:
         block = self._blocks[batch]
         block.write(asks)
         self._drafting.begin()
-        block.send()
         proposals = self._draft_calls[batch, pages]()
-        block.read()
         self._drafting.end()
         self.replays.wait()
         return proposals, self._drafting
@@ -140,9 +141,12 @@ class DraftGraphs:
         buffers = self._blocks[batch]
 
         def draft() -> Proposals:
+            buffers.send()
             block = buffers.block(self.memory, pages)
             hidden = self._model.draft_block(block)
-            return buffers.keep(self._selector.select(hidden, block))
+            proposals = buffers.keep(self._selector.select(hidden, block))
+            buffers.read()
+            return proposals
 
         return self.replays.capture(draft)
 
@@ -195,7 +199,8 @@ class FeatureBuffers:
         byte_count: bytes of one buffer.
     """
 
-    def __init__(self, config: DraftConfig, rows: int) -> None:
+    def __init__(self, config: DraftConfig, rows: int, replays: Replays) -> None:
+        self._replays = replays
         self._row_bytes = config.feature_width * config.profile.activation.itemsize
         self._header = -(-3 * rows * 8 // _ALIGNMENT) * _ALIGNMENT
         self.byte_count = self._header + rows * self._row_bytes
@@ -248,7 +253,7 @@ class FeatureBuffers:
         if self._copied:
             used = self._header + live * self._row_bytes
             self._device[:used].copy_(self._host[self._turn][:used], non_blocking=True)
-            self._copied[self._turn].record()
+            self._replays.record(self._copied[self._turn])
 
     def _views_of(
         self, memory: NDArray[np.uint8], rows: int
@@ -349,23 +354,24 @@ class BlockBuffers:
 class Span:
     """How long the device takes from `begin` to `end`: on CUDA, by its own clock."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, replays: Replays | None) -> None:
+        self._replays = replays  # None: off CUDA
         self._ends: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
+        if replays is not None:
             self._ends = (_event(timed=True), _event(timed=True))
         self._begin_ns = self._end_ns = 0
 
     def begin(self) -> None:
         """What is launched from here on counts."""
-        if self._ends:
-            self._ends[0].record()
+        if self._replays and self._ends:
+            self._replays.record(self._ends[0])
         else:
             self._begin_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """What was launched so far counts."""
-        if self._ends:
-            self._ends[1].record()
+        if self._replays and self._ends:
+            self._replays.record(self._ends[1])
         else:
             self._end_ns = time.monotonic_ns()
 

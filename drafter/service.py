@@ -26,7 +26,7 @@ from drafter.rounds import DraftRounds, invalid
 from outrider import PROTOCOL_REVISION, __version__, faults, pair
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
-from outrider.shared_memory import OfferedMemory
+from outrider.shared_memory import OfferedMemory, step_aside
 from outrider.tracing import Tracer, Trail
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
@@ -243,7 +243,7 @@ class Engine:
                     return posted
                 if not self._inbox.empty():
                     return self._inbox.get()
-                time.sleep(0)  # gives up the interpreter's lock, and not the core
+                step_aside()
             self._looks_until = 0
             self._say_whether_it_looks()
         # a Round may have been left before that was seen

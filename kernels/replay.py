@@ -45,6 +45,13 @@ class Replays:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def record(self, event: torch.cuda.Event) -> None:
+        """Marks the end of everything launched so far; on CUDA alone.
+
+        An event that is not told its stream asks for the current one, at several times the cost.
+        """
+        event.record(self._stream)
+
     @torch.inference_mode()
     def capture(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a call that does what `function` does now, launched as one graph.

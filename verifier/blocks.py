@@ -88,6 +88,7 @@ class _Buffers:
             },
         )
         self.kept = Staging(device, {"counts": (torch.int64, (rows,))})
+        self.kept_counts = self.kept.host["counts"].numpy()
         self.egress = Staging(
             device,
             {
@@ -168,7 +169,7 @@ class Blocks:
         self._table_lengths = table_lengths(state.page_tables.shape[1], state.page_size)
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._newest: Block | None = None
-        self._clock = _Clock(self._on_cuda)
+        self._clock = _Clock(replays if self._on_cuda else None)
         if self._on_cuda:
             self._capture(largest)
 
@@ -217,6 +218,7 @@ class Blocks:
 
     def _verify_function(self, buffers: _Buffers, pages: int) -> Callable[[], None]:
         def run() -> None:
+            buffers.inputs.to_device()
             inputs = buffers.inputs.device
             self.target.verify(
                 buffers.state_rows,
@@ -272,6 +274,7 @@ class Blocks:
 
     def run_commit(self, buffers: _Buffers) -> None:
         """Adopts the kept columns of every row: state, continuation and counts."""
+        buffers.kept.to_device()
         kept = buffers.kept.device["counts"]
         self.target.commit(buffers.state_rows, buffers.forward, kept)
         self._count(buffers)
@@ -304,7 +307,7 @@ class Blocks:
         return buffers.verify[next(pages for pages in self._table_lengths if pages >= needed)]
 
     def _fill(self, buffers: _Buffers, rows: Sequence[BlockRow]) -> None:
-        """Writes the rows into the inputs, dead rows after them, and sends all of it."""
+        """Writes the rows into the inputs on the host, dead rows after them."""
         host, count = buffers.host, len(rows)
         # a dead row copies the first one but for its count, so that whatever it reads exists and,
         # in a mixture, it asks for no other experts
@@ -327,7 +330,6 @@ class Blocks:
             host["probabilities"][:] = 0.0
             for index, row in enumerate(filled):
                 self._fill_law(buffers, index, row)
-        buffers.inputs.to_device()
 
     def _fill_law(self, buffers: _Buffers, index: int, row: BlockRow) -> None:
         """A point mass is a law with one candidate of probability 1, so that laws have one form."""
@@ -379,12 +381,12 @@ class Blocks:
         self._expect_newest(block)
         self._newest = None
         buffers = block.buffers
-        counts = buffers.kept.host["counts"]
-        counts.zero_()
-        counts[: len(kept)] = torch.tensor(kept)
-        buffers.kept.to_device()
+        counts = buffers.kept_counts
+        counts[:] = 0
+        counts[: len(kept)] = kept
         self._clock.mark("commit")
         if block.prefilled:
+            buffers.kept.to_device()
             self._count(buffers)
         else:
             buffers.commit()
@@ -463,6 +465,7 @@ class Blocks:
         self._clock.mark("verify")
         row = BlockRow(residency, end - 1, 0, (token_id,))
         self._fill(buffers, [row])
+        buffers.inputs.to_device()
         return self._begin(Block((row,), buffers, prefilled=True))
 
     def replay(self, residency: Residency, token_ids: Sequence[int], first: int) -> Tensor:
@@ -523,20 +526,20 @@ class _HostRows:
 class _Clock:
     """Marks in the stream of work, from which a round's times are read after its wait."""
 
-    def __init__(self, on_cuda: bool) -> None:
-        self._on_cuda = on_cuda
+    def __init__(self, replays: Replays | None) -> None:
+        self._replays = replays  # None: off CUDA
         self._marks: dict[str, int | torch.cuda.Event] = {}
 
     def mark(self, name: str) -> None:
         """What was launched so far ends here."""
-        if not self._on_cuda:
+        if self._replays is None:
             self._marks[name] = time.monotonic_ns()
             return
         event = self._marks.get(name)
         if not isinstance(event, torch.cuda.Event):
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._marks[name] = event
-        event.record()
+        self._replays.record(event)
 
     def wait(self, name: str) -> None:
         """Blocks until the device has reached the mark."""

@@ -24,7 +24,7 @@ import torch
 
 from outrider import faults, serving
 from outrider.faults import FaultError
-from outrider.shared_memory import FeatureMemory
+from outrider.shared_memory import FeatureMemory, step_aside
 from outrider.tracing import NO_TRAIL, Trail
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.draft_context import Context
@@ -533,8 +533,10 @@ class DrafterLink:
             if now > spins_until and not asked:
                 self._stream.send_look()
                 asked = True
-            # 0 gives up the interpreter's lock, and not the core
-            time.sleep(RARELY_S if asked else 0)
+            if asked:
+                time.sleep(RARELY_S)
+            else:
+                step_aside()
         return None
 
     def _expire(self) -> None:

@@ -21,6 +21,7 @@ from tests.tiny_target import TEXT, Variant, save_target
 from verifier.acceptance import SamplingTables
 from verifier.blocks import Blocks, rounded_up, table_lengths
 from verifier.config import TargetConfig
+from verifier.features import FeatureRows
 from verifier.projection import Projection
 from verifier.request import Sampling
 from verifier.state import TargetState
@@ -116,14 +117,16 @@ def test_the_next_block_takes_the_records_of_the_one_before(tiny: Blocks):
         resident.release()
 
 
-def test_features_outlive_the_next_block(tiny: Blocks):
+def test_features_that_were_kept_outlive_the_next_block(tiny: Blocks):
     with torch.inference_mode():
-        resident = resident_of(tiny)
+        resident, kept = resident_of(tiny), FeatureRows()
         block = tiny.verify([resident.row((5, 6))])
-        kept = tiny.features(block, 0, 2)
-        before = kept.clone()
+        features = tiny.features(block, 0, 2)
+        before = features.clone()
+        kept.append(0, features)
         tiny.verify([resident.row((7, 8))])
-        assert torch.equal(kept, before)
+        assert not torch.equal(features, before)
+        assert torch.equal(kept.read(0, 2), before)
         resident.release()
 
 
