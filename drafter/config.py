@@ -14,6 +14,7 @@ from outrider import pair, serving
 from outrider.checkpoint import Checkpoint
 from outrider.pair import DraftFacts, TargetFacts
 from outrider.security import ServerSecurity
+from outrider.tree_nodes import TreeNodes
 
 log = structlog.get_logger("outrider.drafter")
 
@@ -38,6 +39,7 @@ class DrafterOptions:
     dtype: str = "float32"  # numeric profile: "float32" or "bfloat16"
     load_format: str = "auto"  # or "random": weights are drawn and proposals are noise
     draft_tokens: int | None = None  # K; None takes what the draft was trained with
+    draft_tree_nodes: str = "off"  # as the flag has it
     max_concurrency: int = 4  # sequences at once, over all streams
     max_context: int | None = None  # positions of one sequence; None takes what the pair allows
     proposal_head: str = FULL_HEAD  # or a shortlist file
@@ -79,6 +81,7 @@ class DraftConfig:
     max_context: int
     dtype: str
     device: torch.device
+    tree_nodes: int = 0  # columns of the widest tree; 0 without trees
     checkpoint_slots: int = 0
     checkpoint_host_bytes: int = 0
     checkpoint_grace: float = 60.0
@@ -110,6 +113,8 @@ class DraftConfig:
             draft, target_facts, causal_local_layers=options.causal_local_layers
         )
         draft_tokens = facts.draft_tokens(options.draft_tokens)
+        trees = TreeNodes.parse(options.draft_tree_nodes)
+        trees.expect_served(draft_tokens, facts.selector_top_k)
         longest = min(target_facts.max_position, facts.max_position)
         # one processed position and a whole block behind it
         least = draft_tokens + 2
@@ -129,6 +134,7 @@ class DraftConfig:
             max_context=longest if wanted is None else min(wanted, longest),
             dtype=options.dtype,
             device=choose_device(options.device),
+            tree_nodes=trees.most(draft_tokens),
             checkpoint_slots=options.checkpoint_slots,
             checkpoint_host_bytes=options.checkpoint_host_mib << 20,
             checkpoint_grace=options.checkpoint_grace,

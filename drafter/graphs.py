@@ -32,7 +32,17 @@ SHORTEST_CONTEXT = 2048  # positions that the smallest page tables reach; the ne
 # a verifier may have eight Features messages and a Round on their way
 HOST_BUFFERS = 10
 _ALIGNMENT = 16  # bytes
-_INTEGERS = ("slots", "coverage_first", "frontiers", "anchors", "counts", "lives", "seeds")
+_INTEGERS = (
+    "slots",
+    "coverage_first",
+    "frontiers",
+    "anchors",
+    "counts",
+    "lives",
+    "seeds",
+    "tree_nodes",
+    "tree_paths",
+)
 
 
 class DraftGraphs:
@@ -62,7 +72,9 @@ class DraftGraphs:
         self._buffers = FeatureBuffers(config, self._extents.feature_rows[-1], self.replays)
         self._blocks = {batch: BlockBuffers(config, batch) for batch in self._extents.batches}
         self._materialize_calls: dict[int, Callable[[], None]] = {}
-        self._draft_calls: dict[tuple[int, int], Callable[[], Proposals]] = {}
+        # by rows, page table entries, and columns of the trees: 0 in calls without any
+        self._draft_calls: dict[tuple[int, int, int], Callable[[], Proposals]] = {}
+        self._tree_width = config.tree_nodes
         if on_cuda:
             # weights and contexts were filled on another stream
             torch.cuda.synchronize(config.device)
@@ -72,7 +84,9 @@ class DraftGraphs:
             self._materialize_calls[rows] = self._capture_materialize(rows)
         for pages in reversed(self._extents.pages):
             for batch in reversed(self._extents.batches):
-                self._draft_calls[batch, pages] = self._capture_draft(batch, pages)
+                for tree_width in sorted({0, config.tree_nodes}, reverse=True):
+                    call = self._capture_draft(batch, pages, tree_width)
+                    self._draft_calls[batch, pages, tree_width] = call
         self.capture_seconds = time.monotonic() - started
 
     @property
@@ -125,10 +139,11 @@ class DraftGraphs:
         """
         batch = self._extents.batch_for(len(asks))
         pages = self._extents.pages_for(max(ask.context.frontier for ask in asks))
+        tree_width = self._tree_width if any(ask.tree_nodes for ask in asks) else 0
         block = self._blocks[batch]
         block.write(asks)
         self._drafting.begin()
-        proposals = self._draft_calls[batch, pages]()
+        proposals = self._draft_calls[batch, pages, tree_width]()
         self._drafting.end()
         self.replays.wait()
         return proposals, self._drafting
@@ -137,15 +152,15 @@ class DraftGraphs:
         features, destinations = self._buffers.features[:rows], self._buffers.destinations[:, :rows]
         return self.replays.capture(lambda: self._model.materialize(features, destinations))
 
-    def _capture_draft(self, batch: int, pages: int) -> Callable[[], Proposals]:
+    def _capture_draft(self, batch: int, pages: int, tree_width: int) -> Callable[[], Proposals]:
         buffers = self._blocks[batch]
 
         def draft() -> Proposals:
             buffers.send()
-            block = buffers.block(self.memory, pages)
+            block = buffers.block(self.memory, pages, tree_width)
             hidden = self._model.draft_block(block)
             proposals = buffers.keep(self._selector.select(hidden, block))
-            buffers.read()
+            buffers.read(tree_width)
             return proposals
 
         return self.replays.capture(draft)
@@ -277,19 +292,24 @@ class BlockBuffers:
         )
         self._integers = self._inputs.host["integers"].numpy()
         self._temperatures = self._inputs.host["temperatures"].numpy()
-        # on the CPU a selector's results are where they are read already
-        self._results: Staging | None = None
+        # by columns of the trees; on the CPU a selector's results are where they are read already
+        self._results: dict[int, Staging] = {}
         if config.device.type != "cpu":
-            self._results = Staging(config.device, self._result_fields(config))
+            self._results = {
+                tree_width: Staging(config.device, self._result_fields(config, tree_width))
+                for tree_width in {0, config.tree_nodes}
+            }
 
     @property
     def byte_count(self) -> int:
         """Device memory."""
-        results = 0 if self._results is None else self._results.byte_count
+        results = sum(staging.byte_count for staging in self._results.values())
         return self._inputs.byte_count + results
 
-    def _result_fields(self, config: DraftConfig) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        positions = (self._batch, config.draft_tokens)
+    def _result_fields(
+        self, config: DraftConfig, tree_width: int
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        positions = (self._batch, tree_width - 1 if tree_width else config.draft_tokens)
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "tokens": (torch.int32, positions),
             "finite": (torch.bool, (self._batch,)),
@@ -298,6 +318,9 @@ class BlockBuffers:
             candidates = (*positions, config.draft.selector_top_k)
             fields["candidate_ids"] = (torch.int32, candidates)
             fields["probabilities"] = (torch.float32, candidates)
+        if tree_width:
+            fields["parents"] = (torch.int32, positions)
+            fields["lines"] = (torch.int32, (self._batch,))
         return fields
 
     def write(self, asks: Sequence[ProposalAsk]) -> None:
@@ -314,6 +337,8 @@ class BlockBuffers:
                 ask.live,
                 # the wire's uint64 seeds travel as int64 bit patterns
                 ask.seed - (ask.seed >> 63 << 64),
+                ask.tree_nodes,
+                ask.tree_paths,
             )
             temperatures[row] = ask.temperature
         # slot 0, no context, no live column
@@ -324,8 +349,8 @@ class BlockBuffers:
         """Copies the inputs to the device, in stream order."""
         self._inputs.to_device()
 
-    def block(self, memory: ContextMemory, pages: int) -> DraftBlock:
-        """The inputs on the device, with page tables of so many entries."""
+    def block(self, memory: ContextMemory, pages: int, tree_width: int = 0) -> DraftBlock:
+        """The inputs on the device, with page tables of so many entries and trees so wide."""
         inputs = dict(zip(_INTEGERS, self._inputs.device["integers"], strict=True))
         return DraftBlock(
             rows=memory.rows(inputs["slots"], inputs["coverage_first"], inputs["frontiers"], pages),
@@ -334,21 +359,26 @@ class BlockBuffers:
             lives=inputs["lives"],
             temperatures=self._inputs.device["temperatures"],
             seeds=inputs["seeds"],
+            tree_nodes=inputs["tree_nodes"],
+            tree_paths=inputs["tree_paths"],
             width=self._width,
+            tree_width=tree_width,
         )
 
     def keep(self, proposals: Proposals) -> Proposals:
         """Puts proposals where `read` finds them; returns them as they are in host memory then."""
-        if self._results is None:
+        if not self._results:
             return proposals
-        for name, place in self._results.device.items():
+        tree_width = 0 if proposals.parents is None else proposals.parents.shape[1] + 1
+        results = self._results[tree_width]
+        for name, place in results.device.items():
             place.copy_(getattr(proposals, name))
-        return Proposals(**self._results.host)
+        return Proposals(**results.host)
 
-    def read(self) -> None:
-        """Copies what was kept to the host, in stream order, without waiting."""
-        if self._results is not None:
-            self._results.to_host()
+    def read(self, tree_width: int = 0) -> None:
+        """Copies what was kept of trees so wide to the host, in stream order, without waiting."""
+        if self._results:
+            self._results[tree_width].to_host()
 
 
 class Span:

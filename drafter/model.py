@@ -34,6 +34,8 @@ class ProposalAsk:
     live: int  # P, 1..K
     temperature: float
     seed: int  # uint64
+    tree_nodes: int = 0  # most columns of a tree, the anchor's among them; 0: the path alone
+    tree_paths: int = 1  # most leaves of it
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class DraftBlock:
     lives: Tensor  # [B] int64: P
     temperatures: Tensor  # [B] FP32
     seeds: Tensor  # [B] int64 bit patterns
+    tree_nodes: Tensor  # [B] int64: most columns of each row's tree; 0: the path alone
+    tree_paths: Tensor  # [B] int64: most leaves of it
     width: int  # W: columns computed, live or not
+    tree_width: int = 0  # columns of the trees to grow, live or not; 0 grows none
 
     @property
     def most_live(self) -> int:

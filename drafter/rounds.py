@@ -25,10 +25,19 @@ from drafter.selector import Proposals, not_finite
 from outrider import faults, tensors
 from outrider.faults import FaultError
 from outrider.shared_memory import OfferedMemory
+from outrider.tree_nodes import LEAST_PATHS
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import status_pb2, tensor_pb2
 
 FEATURE_ROWS_LIMIT = 64  # of one message
+
+
+@dataclass(frozen=True)
+class TreeLimits:
+    """What a verifier's Hello allows a tree of its rounds; 0 without trees."""
+
+    nodes: int = 0
+    paths: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class DraftRounds:
         checkpoints: CheckpointTable,
         counters: Counter[str],
         shared: OfferedMemory | None = None,
+        trees: TreeLimits | None = None,
     ) -> None:
         self._config = config
         self._graphs = graphs
@@ -95,6 +105,7 @@ class DraftRounds:
         self._checkpoints = checkpoints
         self.round_index = 0
         self._shared = shared  # None: features come in messages
+        self._trees = trees or TreeLimits()
         self._counters = counters
 
     def close(self) -> None:
@@ -190,7 +201,15 @@ class DraftRounds:
             self._memory.expect_room(context, self._config.width)
         except FaultError as fault:
             return replace(row, fault=fault)
-        ask = ProposalAsk(context, wanted.anchor, wanted.live, wanted.temperature, wanted.seed)
+        ask = ProposalAsk(
+            context,
+            wanted.anchor,
+            wanted.live,
+            wanted.temperature,
+            wanted.seed,
+            wanted.tree_nodes,
+            max(1, wanted.tree_paths),
+        )
         return replace(row, ask=ask)
 
     def _draft(self, materialized: Materialized) -> Drafted:
@@ -214,6 +233,8 @@ class DraftRounds:
                     proposal = _proposal(row.request.proposal, drafted.proposals, block_row)
                     reply.proposal.CopyFrom(proposal)
                     self._counters["proposals"] += 1
+                    if proposal.parents:
+                        self._counters["trees"] += 1
                 else:
                     reply.fault.CopyFrom(self._status(not_finite(row.request.proposal.frontier)))
                 block_row += 1
@@ -317,11 +338,23 @@ class DraftRounds:
                 raise invalid("anchor", f"below {self._config.target.vocab_size}", wanted.anchor)
             if not math.isfinite(wanted.temperature):
                 raise invalid("temperature", "a finite number", wanted.temperature)
+            self._expect_tree_fits(wanted)
         if request.HasField("shared_features"):
             return Row(request, self._decode_features(request.shared_features))
         if not request.HasField("features"):
             return Row(request, None)
         return Row(request, self._decode_features(request.features))
+
+    def _expect_tree_fits(self, wanted: wire.ProposalRequest) -> None:
+        if not wanted.tree_nodes:
+            return
+        most, limits = self._config.draft_tokens, self._trees
+        if wanted.live != most:
+            raise invalid("live", f"{most} with a tree", wanted.live)
+        if not most + 2 <= wanted.tree_nodes <= limits.nodes:
+            raise invalid("tree_nodes", f"0 or {most + 2}..{limits.nodes}", wanted.tree_nodes)
+        if not LEAST_PATHS <= wanted.tree_paths <= limits.paths:
+            raise invalid("tree_paths", f"{LEAST_PATHS}..{limits.paths}", wanted.tree_paths)
 
     def _decode_features(self, rows: tensor_pb2.Tensor | wire.SharedRows) -> torch.Tensor:
         if isinstance(rows, wire.SharedRows):
@@ -351,7 +384,11 @@ def _elapsed_ns(span: Span | None) -> int:
 
 def _proposal(wanted: wire.ProposalRequest, proposals: Proposals, block_row: int) -> wire.Proposal:
     tokens, candidate_ids, probabilities = proposals.row(block_row, wanted.live)
-    proposal = wire.Proposal(frontier=wanted.frontier, token_ids=tokens.tolist())
+    proposal = wire.Proposal(
+        frontier=wanted.frontier,
+        token_ids=tokens.tolist(),
+        parents=proposals.branches(block_row, wanted.live),
+    )
     if candidate_ids is None or probabilities is None:
         proposal.point_mass.SetInParent()
     else:

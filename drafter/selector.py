@@ -1,4 +1,4 @@
-"""From hidden states to proposals: the proposal head, then argmax or the conditional walk."""
+"""From hidden states to proposals: the proposal head, then argmax, a conditional walk or tree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from drafter.config import DraftConfig
 from drafter.model import DraftBlock
 from drafter.weights import DraftWeights, HeadWeights, SelectorWeights
 from kernels.candidate_selector import candidate_selector
+from kernels.candidate_tree import candidate_tree
 from kernels.linear import linear
 from kernels.linear_argmax import linear_argmax
 from kernels.linear_topk import linear_topk
@@ -23,26 +24,37 @@ from outrider.pair import DraftFacts
 class Proposals:
     """Tokens offered for one block, and the law each was drawn from; one entry a row.
 
-    Only the first P positions of a row count, and only where it is finite.
+    N is K, or the columns of a tree but the anchor's. Only the first P of a row count, of a tree as
+    many as it has lines, and only where the row is finite.
     """
 
-    tokens: Tensor  # [B, K] int64, or int32 once in host memory
-    finite: Tensor  # [B] bool: nothing behind the row's first P positions overflowed or is NaN
-    candidate_ids: Tensor | None = None  # [B, K, k], like the tokens; None: every q is a point mass
-    probabilities: Tensor | None = None  # [B, K, k] FP32: q, exactly as drawn from
+    tokens: Tensor  # [B, N] int64, or int32 once in host memory
+    finite: Tensor  # [B] bool: nothing behind the row's live lines overflowed or is NaN
+    candidate_ids: Tensor | None = None  # [B, N, k], like the tokens; None: every q is a point mass
+    probabilities: Tensor | None = None  # [B, N, k] FP32: q, exactly as drawn from
+    parents: Tensor | None = None  # [B, N], like the tokens: what each continues; None: no trees
+    lines: Tensor | None = None  # [B], like the tokens: live lines; None: P
 
     def is_finite(self, row: int) -> bool:
         """Whether a row's proposal may be used."""
         return bool(self.finite[row])
 
     def row(self, row: int, live: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """One row's first P tokens [P] int32, and its candidates and q, both [P, k]."""
+        """One row's live tokens [N] int32, P unless it is a tree, and candidates and q [N, k]."""
         ids, q = self.candidate_ids, self.probabilities
+        count = live if self.lines is None else int(self.lines[row])
         return (
-            self.tokens[row, :live].int(),
-            None if ids is None else ids[row, :live].int(),
-            None if q is None else q[row, :live],
+            self.tokens[row, :count].int(),
+            None if ids is None else ids[row, :count].int(),
+            None if q is None else q[row, :count],
         )
+
+    def branches(self, row: int, live: int) -> list[int]:
+        """What each line of a row's tree continues; nothing where it is the path alone."""
+        if self.parents is None or self.lines is None or int(self.lines[row]) <= live:
+            return []
+        parents: list[int] = self.parents[row, : int(self.lines[row])].tolist()
+        return parents
 
 
 class Selector(Protocol):
@@ -92,7 +104,7 @@ class ConditionalSelector:
         masks = hidden[:, 1 : 1 + block.most_live]
         scores, ids = self._candidates(masks)
         projected = linear(masks, self._selector.hidden_projection)
-        tokens, probabilities = candidate_selector(
+        lattice = (
             scores,
             ids,
             projected,
@@ -103,8 +115,20 @@ class ConditionalSelector:
             block.seeds,
             block.rows.frontiers,
         )
-        finite = _rows_finite(block.lives, masks, scores, projected, probabilities)
-        return Proposals(tokens, finite, ids, probabilities)
+        if not block.tree_width:
+            tokens, probabilities = candidate_selector(*lattice)
+            finite = _rows_finite(block.lives, masks, scores, projected, probabilities)
+            return Proposals(tokens, finite, ids, probabilities)
+        tree = candidate_tree(
+            *lattice, block.tree_nodes, block.tree_paths.clamp_min(1), width=block.tree_width
+        )
+        # rows without a tree get the path, bit for bit
+        lines = torch.where(block.tree_nodes > 0, tree.counts, block.lives)
+        finite = _rows_finite(block.lives, masks, scores, projected)
+        finite = finite & _rows_finite(lines, tree.probabilities)
+        return Proposals(
+            tree.tokens, finite, tree.candidate_ids, tree.probabilities, tree.parents, lines
+        )
 
     def _candidates(self, masks: Tensor) -> tuple[Tensor, Tensor]:
         scores, ids = linear_topk(
@@ -129,7 +153,7 @@ def selector_for(config: DraftConfig, weights: DraftWeights) -> Selector:
 
 
 def _rows_finite(lives: Tensor, *positions: Tensor) -> Tensor:
-    """[B] bool: whether all values at the first P positions of each row are finite."""
+    """[B] bool: whether all values at the first ``lives`` positions of each row are finite."""
     dead = torch.arange(positions[0].shape[1], device=lives.device) >= lives.unsqueeze(1)
     finite = torch.isfinite(positions[0]).all(dim=-1)
     for values in positions[1:]:

@@ -22,12 +22,13 @@ from drafter.checkpoints import FULL_RETRY_MS, CheckpointSlots, CheckpointTable,
 from drafter.config import MOST_CONCURRENCY, DraftConfig
 from drafter.graphs import DraftGraphs
 from drafter.metrics import DrafterMetrics, StreamRecord
-from drafter.rounds import DraftRounds, invalid
+from drafter.rounds import DraftRounds, TreeLimits, invalid
 from outrider import PROTOCOL_REVISION, __version__, faults, pair
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
 from outrider.shared_memory import OfferedMemory, step_aside
 from outrider.tracing import Tracer, Trail
+from outrider.tree_nodes import LEAST_PATHS, MOST_PATHS
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc
 
@@ -222,6 +223,7 @@ class Engine:
             stream_count=len(streams),
             layer_causal=config.draft.layer_causal,
             counters=dict(self.counters),
+            tree_nodes=config.tree_nodes,
         )
 
     def _run(self) -> None:
@@ -365,6 +367,7 @@ class Engine:
             stream.checkpoints,
             self.counters,
             shared,
+            TreeLimits(hello.tree_nodes, hello.tree_paths),
         )
         self._streams[stream] = None
         self.counters["streams"] += 1
@@ -504,11 +507,10 @@ def expect_fitting(config: DraftConfig, geometry: wire.DraftGeometry, hello: wir
         for name, expected, actual in (
             ("protocol_revision", PROTOCOL_REVISION, hello.protocol_revision),
             ("draft_tokens", config.draft_tokens, hello.draft_tokens),
-            ("tree_nodes", 0, hello.tree_nodes),
-            ("tree_paths", 0, hello.tree_paths),
         )
         if expected != actual
     ]
+    differing += _tree_mismatches(config, hello)
     differing += pair.mismatches(geometry, hello.geometry)
     row_bytes = config.feature_width * config.profile.activation.itemsize
     round_bytes = hello.max_concurrency * config.width * row_bytes
@@ -522,6 +524,21 @@ def expect_fitting(config: DraftConfig, geometry: wire.DraftGeometry, hello: wir
             **{f"expected_{name}": want for name, want, _ in differing},
             **{f"actual_{name}": got for name, _, got in differing},
         )
+
+
+def _tree_mismatches(config: DraftConfig, hello: wire.Hello) -> list[tuple[str, str, str]]:
+    """What a verifier wants of trees that this drafter does not grow."""
+    if not hello.tree_nodes and not hello.tree_paths:
+        return []
+    found = []
+    least = config.draft_tokens + 2
+    if not least <= hello.tree_nodes <= config.tree_nodes:
+        grown = f"0 or {least}..{config.tree_nodes}" if config.tree_nodes else "0"
+        found.append(("tree_nodes", grown, str(hello.tree_nodes)))
+    if not (config.tree_nodes and LEAST_PATHS <= hello.tree_paths <= MOST_PATHS):
+        allowed = f"{LEAST_PATHS}..{MOST_PATHS}" if config.tree_nodes else "0"
+        found.append(("tree_paths", allowed, str(hello.tree_paths)))
+    return found
 
 
 def draining() -> FaultError:

@@ -230,6 +230,8 @@ def served(
     checkpoint_slots: int = 0,
     checkpoint_host_mib: int = 0,
     spin_ms: int = 0,
+    draft_tree_nodes: str = "off",
+    drafter_tree_nodes: str | None = None,
     drafter_via: Callable[[str], str] = lambda address: address,
     **verifier_options: Any,
 ) -> Iterator[Pair]:
@@ -250,6 +252,7 @@ def served(
             checkpoint_slots=checkpoint_slots,
             checkpoint_host_mib=checkpoint_host_mib,
             spin_ms=spin_ms,
+            draft_tree_nodes=drafter_tree_nodes or draft_tree_nodes,
         )
     )
     try:
@@ -266,6 +269,7 @@ def served(
                 load_format=load_format,
                 checkpoint_slots=checkpoint_slots,
                 checkpoint_host_mib=checkpoint_host_mib,
+                draft_tree_nodes=draft_tree_nodes,
                 **verifier_options,
             )
         )

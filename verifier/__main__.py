@@ -23,9 +23,10 @@ from outrider.metrics import Endpoint
 from outrider.pair import DraftFacts, TargetFacts
 from outrider.random_weights import open_checkpoint
 from outrider.tracing import Tracer
+from outrider.tree_nodes import TreeNodes
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import SamplingTables
-from verifier.blocks import Blocks, rounded_up
+from verifier.blocks import Blocks, most_columns, rounded_up
 from verifier.checkpoints import Checkpoints
 from verifier.config import TargetConfig
 from verifier.draft_policy import DraftPolicy
@@ -40,6 +41,8 @@ from verifier.service import Backend, GenerationService, ModelFacts, ServerFacts
 from verifier.state import TargetState, state_plan
 from verifier.target import Target
 from verifier.text import Text
+from verifier.tree_policy import TreePolicy
+from verifier.trees import ListedTrees, Trees, tree_widths
 from verifier.weights import load_weights, weight_plan
 
 log = structlog.get_logger("outrider.verifier")
@@ -211,7 +214,17 @@ class Plan:
         self.width = self.draft_tokens + 1
         lanes = options.max_concurrency
         # graphs are captured for a few numbers of rows; dead ones fill them up
-        self.block_rows = rounded_up(lanes) if options.device.type == "cuda" else lanes
+        row_counts = [
+            rounded_up(count) if options.device.type == "cuda" else count
+            for count in range(1, lanes + 1)
+        ]
+        self.tree_nodes = TreeNodes.parse(options.draft_tree_nodes)
+        self.tree_nodes.expect_served(self.draft_tokens, draft.selector_top_k)
+        self.tree_widths = tree_widths(self.tree_nodes, self.draft_tokens, row_counts)
+        # records have room for the block with most columns, whatever its rows
+        self.block_width = max(self.width, self.tree_nodes.most(self.draft_tokens))
+        columns = most_columns(row_counts[-1], self.width, self.tree_widths)
+        self.block_rows = -(-columns // self.block_width)
         longest = min(config.max_position, DEFAULT_CONTEXT[options.device.type])
         self.max_context = longest if options.max_context is None else options.max_context
         if not self.width <= self.max_context <= config.max_position:
@@ -234,7 +247,7 @@ class Plan:
                 config,
                 lanes=options.max_concurrency,
                 max_context=self.max_context,
-                width=self.width,
+                width=self.block_width,
                 dtype=self.dtype,
                 block_rows=self.block_rows,
                 page_count=options.kv_pages,
@@ -275,6 +288,8 @@ class Plan:
             max_context=self.max_context,
             chunk=options.prefill_chunk,
             policy=DraftPolicy() if options.draft_policy == "auto" else None,
+            trees=self.trees(),
+            tree_paths=options.draft_tree_paths,
             metrics=running.metrics,
         )
         state = blocks.target.state
@@ -327,7 +342,7 @@ class Plan:
             config,
             lanes=options.max_concurrency,
             max_context=self.max_context,
-            width=self.width,
+            width=self.block_width,
             dtype=self.dtype,
             device=options.device,
             block_rows=self.block_rows,
@@ -346,10 +361,19 @@ class Plan:
             width=self.width,
             support=max(1, self.draft.selector_top_k),
             chunk=options.prefill_chunk,
+            tree_widths=self.tree_widths,
         )
         self.sizes += [("sampling tables", tables.byte_count()), *blocks.plan()]
         self.captured = (blocks.replays.graph_count, round(blocks.capture_seconds, 1))
         return blocks
+
+    def trees(self) -> Trees | None:
+        """Who chooses how wide the trees of a round are; None where all are chains."""
+        if self.tree_nodes.off:
+            return None
+        if self.tree_nodes.auto:
+            return TreePolicy(self.tree_nodes.widths(self.draft_tokens))
+        return ListedTrees(self.tree_nodes, self.draft_tokens)
 
     def hello(self) -> wire.Hello:
         """The first message of every stream to the drafter."""
@@ -359,6 +383,8 @@ class Plan:
             max_concurrency=self.options.max_concurrency,
             draft_tokens=self.draft_tokens,
             checkpoint_slots=self.options.checkpoint_slots,
+            tree_nodes=self.tree_nodes.most(self.draft_tokens),
+            tree_paths=0 if self.tree_nodes.off else self.options.draft_tree_paths,
             geometry=pair.geometry(self.target, self.draft, self.options.dtype),
             max_context=self.max_context,
             max_message_bytes=serving.MESSAGE_LIMIT,
@@ -411,6 +437,7 @@ class Plan:
             "load_format": self.options.load_format,
             "draft_format": self.draft.format,
             "draft_tokens": self.draft_tokens,
+            "draft_tree_nodes": str(self.tree_nodes),
             "max_concurrency": self.options.max_concurrency,
             "max_context": self.max_context,
             "graphs": self.captured[0],

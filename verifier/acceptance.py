@@ -24,6 +24,12 @@ class LicensedRow:
     accepted: int  # A
     logprobs: tuple[TokenLogprobs, ...]  # empty unless asked for
     finite: bool  # False: the target's logits were not, and nothing is licensed
+    columns: tuple[int, ...] = ()  # of a tree, those of the A accepted; empty for a chain
+
+    @property
+    def branch(self) -> tuple[int, ...]:
+        """Columns of the A accepted, of a chain too."""
+        return self.columns or tuple(range(1, self.accepted + 1))
 
 
 class SamplingTables:

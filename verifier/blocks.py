@@ -1,17 +1,18 @@
 """A round's work on the device: blocks that are verified, accepted and committed in place.
 
-A block is up to B sequences of W columns each. What it reads and writes are buffers that are made
-at start, one set for every (rows, width) it may have; a round fills the inputs on the host, sends
-them in one copy, launches, and reads one small result back. On CUDA the three steps are captured
-graphs over those buffers: rows are rounded up to the next captured count and filled with dead ones,
-page tables up to the next captured length; neither changes what a live row computes. On the CPU the
-same functions run as they are, at the exact number of rows.
+A block is up to B sequences of W columns each, or as wide as its widest tree. What it reads and
+writes are buffers that are made at start, one set for every (rows, width) it may have; a round
+fills the inputs on the host, sends them in one copy, launches, and reads one small result back. On
+CUDA the three steps are captured graphs over those buffers: rows are rounded up to the next
+captured count and filled with dead ones, page tables up to the next captured length; neither
+changes what a live row computes. On the CPU the same functions run as they are, at the exact number
+of rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,12 @@ from kernels.replay import Replays
 from kernels.speculative_accept import speculative_accept
 from kernels.staging import Staging
 from kernels.target_distribution import target_distribution
+from kernels.tree_accept import tree_accept
 from verifier.acceptance import LicensedRow, SamplingTables
 from verifier.projection import Projection
 from verifier.state import Residency, StateRows
 from verifier.target import Forward, Results, Target
+from verifier.trees import masks_of
 
 ROW_COUNTS = (1, 2, 4, 8)  # that graphs are captured for
 SHORTEST_TABLE = 2048  # positions that the smallest captured page table covers
@@ -42,10 +45,11 @@ class BlockRow:
     # the law of d_1..d_P, [P, k] each; None where every one is a point mass
     candidate_ids: Tensor | None = None
     probabilities: Tensor | None = None
+    parents: tuple[int, ...] = ()  # of a tree, what columns 1.. continue; empty for a chain
 
     @property
     def live(self) -> int:
-        """P."""
+        """P, or N of a tree."""
         return len(self.token_ids) - 1
 
 
@@ -72,6 +76,9 @@ class _Buffers:
     def __init__(self, blocks: Blocks, rows: int, width: int) -> None:
         target, device, draft_count = blocks.target, blocks.device, width - 1
         self.row_count, self.width = rows, width
+        self.holds_trees = width > blocks.width
+        masks = {"masks": (torch.int32, (rows, width))} if self.holds_trees else {}
+        columns = {"columns": (torch.int64, (rows, width))} if self.holds_trees else {}
         self.inputs = Staging(
             device,
             {
@@ -85,6 +92,7 @@ class _Buffers:
                 "proposals": (torch.int64, (rows, draft_count)),
                 "candidate_ids": (torch.int64, (rows, draft_count, blocks.support)),
                 "probabilities": (torch.float32, (rows, draft_count, blocks.support)),
+                **masks,
             },
         )
         self.kept = Staging(device, {"counts": (torch.int64, (rows,))})
@@ -95,6 +103,7 @@ class _Buffers:
                 "accepted": (torch.int64, (rows,)),
                 "finite": (torch.int64, (rows,)),
                 "tokens": (torch.int64, (rows, width)),
+                **columns,
             },
         )
         self.host = {name: tensor.numpy() for name, tensor in self.inputs.host.items()}
@@ -116,6 +125,16 @@ class _Buffers:
         """Where the rows' state lies, as device tensors."""
         return StateRows(self.inputs.device["lanes"], self.inputs.device["slots"])
 
+    @property
+    def masks(self) -> Tensor | None:
+        """[B, W] int32 ancestors of every column, on the device; None where all rows are chains."""
+        return self.inputs.device.get("masks")
+
+    def accepted_columns(self, row: int, count: int) -> Tensor:
+        """Columns 0.. of what a row licensed, the first ``count``, in host memory."""
+        columns = self.egress.host.get("columns")
+        return torch.arange(count) if columns is None else columns[row, :count]
+
 
 class Blocks:
     """Verifies, accepts and commits blocks of proposals, and prefills prompts.
@@ -127,6 +146,7 @@ class Blocks:
         replays: The stream and the graphs.
         lanes: B.
         width: W.
+        tree_widths: By the rows of a block, the columns it may have beside 1 and W; none: chains.
         support: Candidates of a proposal's law, 1 for point masses.
         chunk: Most columns of a prefill.
     """
@@ -142,6 +162,7 @@ class Blocks:
         width: int,
         support: int,
         chunk: int,
+        tree_widths: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.target = target
         self.tables = tables
@@ -154,10 +175,12 @@ class Blocks:
         self.capture_seconds = 0.0
         self._on_cuda = self.device.type == "cuda"
         largest = rounded_up(lanes) if self._on_cuda else lanes
-        self.results = Results.empty(target, largest, width)
+        self._tree_widths = dict(tree_widths or {})
+        columns = most_columns(largest, width, self._tree_widths)
+        self.results = Results.empty(target, columns, 1)
         row_width = projection.width
         self.host_features = torch.empty(
-            (largest * width, row_width), dtype=target.dtype, pin_memory=self._on_cuda
+            (columns, row_width), dtype=target.dtype, pin_memory=self._on_cuda
         )
         self.projected = torch.empty_like(self.host_features, device=self.device)
         if self._on_cuda:
@@ -198,7 +221,7 @@ class Blocks:
         """Captures every graph a round may need, the largest first: the rest fits in its pool."""
         started = time.monotonic()
         for rows in [count for count in reversed(ROW_COUNTS) if count <= largest]:
-            for width in {self.width: None, 1: None}:
+            for width in reversed(self._widths(rows)):
                 buffers = self._of(rows, width)
                 for pages in reversed(self._table_lengths):
                     run = self._verify_function(buffers, pages)
@@ -207,6 +230,10 @@ class Blocks:
                 buffers.commit = self.replays.capture(buffers.commit)
         self.replays.wait()
         self.capture_seconds = time.monotonic() - started
+
+    def _widths(self, rows: int) -> list[int]:
+        """Columns that a block of so many rows may have, ascending."""
+        return sorted({1, self.width, *self._tree_widths.get(rows, ())})
 
     def _of(self, rows: int, width: int) -> _Buffers:
         buffers = self._buffers.get((rows, width))
@@ -225,6 +252,7 @@ class Blocks:
                 inputs["token_ids"],
                 inputs["frontiers"],
                 inputs["counts"],
+                ancestors=buffers.masks,
                 results=buffers.results,
                 page_count=pages,
                 features_ready=lambda: self._fetch_features(buffers),
@@ -256,16 +284,15 @@ class Blocks:
             live + 1,
             self.tables.rows(inputs["lanes"], inputs["output_index"]),
             public_vocab=self.tables.public_vocab,
+            ancestors=buffers.masks,
         )
-        tokens, accepted = speculative_accept(
-            p,
-            proposals,
-            live,
-            inputs["candidate_ids"],
-            inputs["probabilities"],
-            self.tables.seeds(inputs["lanes"]),
-            inputs["frontiers"],
-        )
+        law = inputs["candidate_ids"], inputs["probabilities"]
+        keys = self.tables.seeds(inputs["lanes"]), inputs["frontiers"]
+        if buffers.masks is None:
+            tokens, accepted = speculative_accept(p, proposals, live, *law, *keys)
+        else:
+            tokens, accepted, columns = tree_accept(p, proposals, live, buffers.masks, *law, *keys)
+            egress["columns"].copy_(columns)
         egress["tokens"].copy_(tokens)
         egress["accepted"].copy_(accepted)
         # NaN in one live column is NaN in all of the row's
@@ -276,6 +303,12 @@ class Blocks:
         """Adopts the kept columns of every row: state, continuation and counts."""
         buffers.kept.to_device()
         kept = buffers.kept.device["counts"]
+        if buffers.holds_trees:
+            frontiers, columns = (
+                buffers.inputs.device["frontiers"],
+                buffers.egress.device["columns"],
+            )
+            self.target.compact(buffers.state_rows, buffers.forward, frontiers, columns)
         self.target.commit(buffers.state_rows, buffers.forward, kept)
         self._count(buffers)
 
@@ -290,8 +323,9 @@ class Blocks:
 
     def verify(self, rows: Sequence[BlockRow]) -> Block:
         """Runs the target causally over every row's [a, d_1..d_P]; its GDN state is not touched."""
-        width = self.width if any(row.live for row in rows) else 1
         count = rounded_up(len(rows)) if self._on_cuda else len(rows)
+        columns = max(row.live for row in rows) + 1
+        width = next(width for width in self._widths(count) if width >= columns)
         buffers = self._of(count, width)
         self._clock.mark("verify")
         self._fill(buffers, rows)
@@ -330,6 +364,8 @@ class Blocks:
             host["probabilities"][:] = 0.0
             for index, row in enumerate(filled):
                 self._fill_law(buffers, index, row)
+        if buffers.holds_trees:
+            host["masks"][:] = [masks_of(row.parents or range(row.live), width) for row in filled]
 
     def _fill_law(self, buffers: _Buffers, index: int, row: BlockRow) -> None:
         """A point mass is a law with one candidate of probability 1, so that laws have one form."""
@@ -364,13 +400,20 @@ class Blocks:
         licensed = []
         for index in range(len(block.rows)):
             token_ids = tuple(tokens[index][: accepted[index] + 1]) if finite[index] else ()
-            wanted = logprobs[index]
+            wanted, logits = logprobs[index], buffers.results.logits[index]
+            columns: tuple[int, ...] = ()
+            if block.rows[index].parents and token_ids:
+                branch = buffers.accepted_columns(index, len(token_ids))
+                columns = tuple(branch[1:].tolist())
+                logits = logits if wanted is None else logits[branch.to(self.device)]
             reported = (
-                self.tables.logprobs(buffers.results.logits[index], token_ids, wanted)
+                self.tables.logprobs(logits, token_ids, wanted)
                 if wanted is not None and token_ids
                 else ()
             )
-            licensed.append(LicensedRow(token_ids, accepted[index], reported, bool(finite[index])))
+            licensed.append(
+                LicensedRow(token_ids, accepted[index], reported, bool(finite[index]), columns)
+            )
         return licensed
 
     def commit(self, block: Block, kept: Sequence[int]) -> None:
@@ -393,11 +436,14 @@ class Blocks:
         self._clock.mark("committed")
 
     def features(self, block: Block, row: int, kept: int) -> Tensor:
-        """The first ``kept`` projected features of a block's row, [kept, H], in host memory.
+        """The projected features of a row's first ``kept`` columns, [kept, H], in host memory.
 
-        The next block overwrites them.
+        The next block overwrites them. Of a tree they are the accepted columns, in order.
         """
-        return block.buffers.features[row, :kept]
+        rows = block.buffers.features[row]
+        if not block.rows[row].parents:
+            return rows[:kept]
+        return rows[block.buffers.accepted_columns(row, kept)]
 
     def _begin(self, block: Block) -> Block:
         self._newest = block
@@ -558,6 +604,12 @@ class _Clock:
 def rounded_up(row_count: int) -> int:
     """The captured number of rows that holds ``row_count``."""
     return next(count for count in ROW_COUNTS if count >= row_count)
+
+
+def most_columns(rows: int, width: int, tree_widths: Mapping[int, Sequence[int]]) -> int:
+    """Columns of the largest block, over all of its rows."""
+    trees = [count * max(widths) for count, widths in tree_widths.items() if widths]
+    return max([rows * width, *trees])
 
 
 def table_lengths(whole: int, page_size: int) -> list[int]:

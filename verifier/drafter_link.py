@@ -473,6 +473,8 @@ class DrafterLink:
             row.proposal.live = ask.live
             row.proposal.temperature = ask.temperature
             row.proposal.seed = ask.seed
+            if ask.tree is not None:
+                row.proposal.tree_nodes, row.proposal.tree_paths = ask.tree.nodes, ask.tree.paths
         return row
 
     def _send_round(self, rows: Sequence[wire.RoundRow], *, awaited: bool = False) -> None:
@@ -612,7 +614,8 @@ class DrafterLink:
             self.counters["stale_rows"] += 1
             return None
         try:
-            return decode_proposal(row.proposal, ask.live, self._hello.geometry.public_vocab)
+            vocab = self._hello.geometry.public_vocab
+            return decode_proposal(row.proposal, ask.live, vocab, ask.tree)
         except FaultError as fault:
             self.counters[f"fault_{fault.reason.lower()}"] += 1
             log.warning("proposal_dropped", sequence_id=row.sequence_id, reason=fault.message)

@@ -59,6 +59,7 @@ class VerifierMetrics(Metrics):
             ("output", "Tokens published."),
             ("proposed", "Tokens that were proposed and verified."),
             ("accepted", "Of these, tokens that passed."),
+            ("side_accepted", "Of these, tokens off the main chain of a tree."),
         ):
             self.reading("counter", f"{kind}_tokens", meaning, self._reader(kind))
         self.prefixes = self.counter(
@@ -84,6 +85,11 @@ class VerifierMetrics(Metrics):
             "Tokens committed by a sample's round with proposals.",
             ends=range(1, MOST_DRAFT_TOKENS + 2),
         )[""]
+        self.columns = self.counter(
+            "round_columns",
+            "Rounds with proposals, where trees are on, by the columns asked for; 0 for chains.",
+            "columns",
+        )
         self._proposed_at = [0] * (MOST_DRAFT_TOKENS + 1)
         self._accepted_at = [0] * (MOST_DRAFT_TOKENS + 1)
         for name, counts, meaning in (
@@ -154,6 +160,14 @@ class VerifierMetrics(Metrics):
         self.reading(
             "gauge", "checkpoints", "Prefixes kept.", lambda: float(len(engine.checkpoints))
         )
+        trees = engine.trees
+        self.reading(
+            "gauge",
+            "tree_columns",
+            "Columns of trees by the load that they are for; 0 for chains.",
+            dict if trees is None else trees.choices,
+            "load",
+        )
         for name, meaning in (
             ("lanes", "Resident samples at most."),
             ("state_slots", "GDN states."),
@@ -192,6 +206,14 @@ class VerifierMetrics(Metrics):
             self._proposed_at[position] += 1
         for position in range(1, accepted + 1):
             self._accepted_at[position] += 1
+
+    def tree_committed(
+        self, proposed: int, accepted: int, committed: int, side: int, depth: int
+    ) -> None:
+        """As `row_committed`, of a tree of N columns beside the anchor's and so many levels."""
+        self.row_committed(depth, accepted, committed)
+        self._tokens["proposed"] += proposed - depth
+        self._tokens["side_accepted"] += side
 
     def chunk_ended(self, spent_ns: int) -> None:
         """One chunk of a prompt."""

@@ -14,6 +14,7 @@ import torch
 from outrider import metrics, security, serving, tracing
 from outrider.checkpoint import bundled
 from outrider.security import ClientSecurity, ServerSecurity
+from outrider.tree_nodes import LEAST_PATHS, MOST_PATHS
 
 # how long a round waits for the drafter: a GPU draft takes a few milliseconds, a draft on a busy
 # CPU takes as long as its neighbours let it
@@ -42,6 +43,8 @@ class VerifierOptions:
     dtype: str = "float32"  # numeric profile
     load_format: str = "auto"  # or "random": weights are drawn and the output is noise
     draft_tokens: int | None = None  # K; None takes the draft's block_size - 1
+    draft_tree_nodes: str = "off"  # or "auto", or columns by the rows of a round, such as "16,12,0"
+    draft_tree_paths: int = MOST_PATHS
     max_concurrency: int = 4  # B
     max_context: int | None = None
     prefill_chunk: int = PREFILL_CHUNK["cpu"]
@@ -89,6 +92,7 @@ class VerifierOptions:
             ("--max-queue", arguments.max_queue, 0, 1 << 20),
             ("--checkpoint-slots", arguments.checkpoint_slots, 0, 4096),
             ("--checkpoint-host-mib", arguments.checkpoint_host_mib, 0, 1 << 24),
+            ("--draft-tree-paths", arguments.draft_tree_paths, LEAST_PATHS, MOST_PATHS),
             ("--kv-pages", 1 if arguments.kv_pages is None else arguments.kv_pages, 1, 1 << 30),
         ):
             if not first <= value <= last:
@@ -102,6 +106,8 @@ class VerifierOptions:
             load_format=arguments.load_format,
             dtype=arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
             draft_tokens=arguments.draft_tokens,
+            draft_tree_nodes=arguments.draft_tree_nodes,
+            draft_tree_paths=arguments.draft_tree_paths,
             max_concurrency=arguments.max_concurrency,
             max_context=arguments.max_context,
             prefill_chunk=chunk,

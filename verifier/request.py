@@ -68,6 +68,7 @@ class Request:
     return_rounds: bool
     arrival_ns: int  # time.monotonic_ns
     deadline_ns: int | None  # time.monotonic_ns; None never expires
+    draft_trees: bool = True  # whether its rounds may verify trees
     trail: Trail = NO_TRAIL  # what it came with, to be found again in logs and traces
     # position at which the next turn's prompt may leave this one; 0 for none
     boundary: int = 0
@@ -90,6 +91,8 @@ class RoundTrace:
     proposed: tuple[int, ...]
     accepted: int
     committed: int
+    parents: tuple[int, ...] = ()  # of a tree, what columns 1..N continue
+    columns: tuple[int, ...] = ()  # of a tree, those of the accepted proposals
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,9 @@ class Usage:
     accepted_per_position: list[int] = field(default_factory=list)
     plain_rounds: int = 0
     undrafted_rounds: int = 0
+    tree_rounds: int = 0
+    side_accepted: int = 0  # of accepted, off the main chain
+    tree_columns: int = 0  # of the trees verified, anchors included
     seed: int = 0
     ttft_ns: int = 0
     queue_ns: int = 0

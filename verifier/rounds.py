@@ -29,6 +29,7 @@ from verifier.preview import Preview
 from verifier.proposals import Ask, Drafted
 from verifier.request import Delta, Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
+from verifier.trees import TreeAsk, Trees, main_chain
 
 log = structlog.get_logger("outrider.rounds")
 
@@ -42,10 +43,15 @@ class Proposal:
     draft_ns: int  # of the wait for it, the drafter's own
     wire_ns: int  # and the rest
 
+    @property
+    def columns(self) -> int:
+        """Columns that the widest tree among them might have had; 0 where all are chains."""
+        return max((each.nodes for each in self.drafted if each is not None), default=0)
+
 
 @dataclass(frozen=True)
 class VerifiedBlock:
-    """The target's view of [a, d_1..d_P]: logits, features and records, nothing adopted yet."""
+    """The target's view of [a, d_1..d_P], or of a tree: nothing of it is adopted yet."""
 
     proposal: Proposal
     block: Block
@@ -96,6 +102,8 @@ class Rounds:
         max_context: Most positions of a sequence.
         chunk: Prefill chunk; chunks end at absolute multiples of it, whatever the load.
         policy: Chooses between P = 0 and drafting by the load; None always drafts.
+        trees: Chooses how wide trees are; None drafts chains alone.
+        tree_paths: Most leaves of a tree.
         metrics: Counts what happens here.
     """
 
@@ -108,6 +116,8 @@ class Rounds:
         max_context: int,
         chunk: int,
         policy: DraftPolicy | None = None,
+        trees: Trees | None = None,
+        tree_paths: int = 0,
         metrics: VerifierMetrics | None = None,
     ) -> None:
         self.blocks = blocks
@@ -117,6 +127,8 @@ class Rounds:
         self.max_context = max_context
         self.chunk = chunk
         self.policy = policy
+        self.trees = trees
+        self._tree_paths = tree_paths
         self._undrafted = False  # whether the policy has chosen P = 0 for the next round
         self._outbox: list[Callable[[], None]] = []
         # feature rows of prompts that are still being copied to the host
@@ -206,17 +218,20 @@ class Rounds:
         started = time.monotonic_ns()
         self.take_arrived()
         proposal = self.draft(tuple(rows))
+        furthest = max(row.frontier for row in rows)
         block = self.verify(proposal)
         licensed = self.accept(block)
         previewed = self.preview(licensed)
         committed = self.commit(previewed)
         self.publish(committed)
         elapsed_ns = time.monotonic_ns() - started
-        if self.policy is not None:
-            drafted = any(each is not None for each in proposal.drafted)
-            # a round that was to draft and did not says nothing
-            if drafted or self._undrafted:
-                self.policy.round_ended(len(rows), elapsed_ns, drafted=drafted)
+        drafted = any(each is not None for each in proposal.drafted)
+        # a round that was to draft and did not says nothing
+        if self.policy is not None and (drafted or self._undrafted):
+            self.policy.round_ended(len(rows), elapsed_ns, drafted=drafted)
+        if self.trees is not None and drafted:
+            self.trees.round_ended(len(rows), furthest, proposal.columns, elapsed_ns)
+            self.metrics.columns[str(proposal.columns)] += 1
         self.metrics.round_ended(
             len(rows),
             elapsed_ns,
@@ -246,9 +261,40 @@ class Rounds:
         room = self.max_context - sequence.frontier - 1
         return max(0, min(self.draft_tokens, request.draft_tokens, budget - 1, room))
 
+    def tree_end(self, sequence: Sequence, columns: int) -> int:
+        """Positions that a tree of the row would write to; 0 where the row verifies no tree.
+
+        Its whole main chain must fit, and its columns the pages that the sample may come to need:
+        whether a row verifies a tree depends on nobody else.
+        """
+        end = sequence.frontier + columns
+        page_size = self.blocks.target.state.page_size
+        room = -(-sequence.position_limit // page_size) * page_size
+        fits = (
+            columns > 0
+            and sequence.request.draft_trees
+            and self.allowed(sequence) == self.draft_tokens
+            and end <= min(room, self.max_context)
+        )
+        return end if fits else 0
+
+    @property
+    def most_columns(self) -> int:
+        """Columns of the widest round."""
+        return max([self.draft_tokens + 1, *(self.trees.widths if self.trees is not None else ())])
+
+    def reach(self, sequence: Sequence) -> int:
+        """Positions that the row's next round may write to."""
+        end = min(sequence.frontier + self.draft_tokens + 1, sequence.position_limit)
+        if self.trees is None:
+            return end
+        return max([end, *(self.tree_end(sequence, width) for width in self.trees.widths)])
+
     def draft(self, rows: tuple[Sequence, ...]) -> Proposal:
         """Sends pending features and collects proposals; rows without one run at P = 0."""
-        asks = []
+        asks, columns = [], 0
+        if self.trees is not None and not self._undrafted:
+            columns = self.trees.columns(len(rows), max(row.frontier for row in rows))
         for row in rows:
             if row.context is not None and not self._undrafted:
                 self.link.ensure_open(row.context, row.frontier, row.frontier)
@@ -261,6 +307,7 @@ class Rounds:
                         anchor=row.anchor,
                         temperature=sampling.temperature,
                         seed=sampling.seed,
+                        tree=self._tree_of(row, columns),
                     )
                 )
         # on a device the clients hear of it later, under verify: here it would hold up the Round
@@ -275,6 +322,9 @@ class Rounds:
         )
         return Proposal(rows, drafted, exchange.draft_ns, exchange.wire_ns)
 
+    def _tree_of(self, row: Sequence, columns: int) -> TreeAsk | None:
+        return TreeAsk(columns, self._tree_paths) if self.tree_end(row, columns) else None
+
     def _plain_cause(self, row: Sequence) -> str:
         """Why a row of this round has no proposals."""
         context = row.context
@@ -287,7 +337,7 @@ class Rounds:
         return self.link.plain_cause(context, row.frontier)
 
     def verify(self, proposal: Proposal) -> VerifiedBlock:
-        """Runs the target causally over [a, d_1..d_P]; its GDN state is not touched."""
+        """Runs the target over [a, d_1..d_P] or a tree; its GDN state is not touched."""
         block = self.blocks.verify(
             [block_row(r, d) for r, d in zip(proposal.rows, proposal.drafted, strict=True)]
         )
@@ -367,28 +417,38 @@ class Rounds:
                 self.link.extend(row.context, first, features)
             row.usage.plain_rounds += plain
             row.usage.undrafted_rounds += self._undrafted and self.allowed(row) > 0
-            trace = self._account(row, drafted, min(allowed.accepted, kept), kept, first)
+            trace = self._account(row, drafted, allowed, kept)
         else:
             trace = None
         row.tokens.extend(token_ids)
         row.usage.output_tokens = row.output_count
         return row.session.commit(
             preview,
-            origins=origins_of(drafted, allowed.accepted)[:kept],
+            origins=origins_of(drafted, allowed)[:kept],
             logprobs=allowed.logprobs[:kept],
             round_trace=trace,
         )
 
     def _account(
-        self, row: Sequence, drafted: Drafted | None, accepted: int, kept: int, first: int
+        self, row: Sequence, drafted: Drafted | None, allowed: LicensedRow, kept: int
     ) -> RoundTrace | None:
-        usage = row.usage
+        usage, first = row.usage, row.frontier - kept
+        accepted, columns = min(allowed.accepted, kept), allowed.columns[:kept]
         proposed = drafted.token_ids if drafted is not None else ()
         usage.rounds += 1
-        self.metrics.row_committed(len(proposed), accepted, kept)
         usage.proposed += len(proposed)
+        if drafted is not None and drafted.parents:
+            side = len(columns) - main_chain(columns)
+            usage.tree_rounds += 1
+            usage.tree_columns += len(proposed) + 1
+            usage.side_accepted += side
+            self.metrics.tree_committed(len(proposed), accepted, kept, side, self.draft_tokens)
+        else:
+            self.metrics.row_committed(len(proposed), accepted, kept)
         if self.policy is not None and proposed:
             self.policy.committed(row, accepted)
+        if self.trees is not None and drafted is not None:
+            self.trees.committed(drafted.nodes, allowed.branch)
         usage.accepted += accepted
         for position in range(accepted):
             usage.accepted_per_position[position] += 1
@@ -403,7 +463,8 @@ class Rounds:
         )
         if not row.request.return_rounds:
             return None
-        return RoundTrace(first, proposed, accepted, kept)
+        parents = drafted.parents if drafted is not None else ()
+        return RoundTrace(first, proposed, accepted, kept, parents, columns)
 
     def publish(self, committed: CommittedBlock) -> None:
         """Publishes what was committed; it reaches the clients with the next `deliver`."""
@@ -452,13 +513,14 @@ def block_row(row: Sequence, drafted: Drafted | None) -> BlockRow:
         (row.anchor, *drafted.token_ids),
         drafted.candidate_ids,
         drafted.probabilities,
+        drafted.parents,
     )
 
 
-def origins_of(drafted: Drafted | None, accepted: int) -> tuple[TokenOrigin, ...]:
+def origins_of(drafted: Drafted | None, allowed: LicensedRow) -> tuple[TokenOrigin, ...]:
     """Where each of the L licensed tokens came from."""
     if drafted is None:
         return (TokenOrigin.TARGET,)
-    all_accepted = accepted == len(drafted.token_ids)
-    terminal = TokenOrigin.BONUS if all_accepted else TokenOrigin.CORRECTION
-    return (TokenOrigin.ACCEPTED,) * accepted + (terminal,)
+    ended = drafted.ends_at(allowed.accepted, allowed.columns)
+    terminal = TokenOrigin.BONUS if ended else TokenOrigin.CORRECTION
+    return (TokenOrigin.ACCEPTED,) * allowed.accepted + (terminal,)

@@ -34,6 +34,7 @@ from verifier.rounds import Rounds
 from verifier.sequence import Sequence, Ticket
 from verifier.state import TargetState
 from verifier.text import Text
+from verifier.trees import Trees
 
 log = structlog.get_logger("outrider.engine")
 
@@ -193,6 +194,11 @@ class Engine:
     def link(self) -> DrafterLink:
         """The drafter's end, for metrics."""
         return self._link
+
+    @property
+    def trees(self) -> Trees | None:
+        """Who chooses how wide trees are, for metrics; None without trees."""
+        return self._rounds.trees
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -453,10 +459,9 @@ class Engine:
 
     def _with_pages(self, rows: list[Sequence]) -> list[Sequence]:
         """Those rows that have pages for a round, the oldest first served; others may be paused."""
-        width = self._rounds.draft_tokens + 1
         for row in sorted(rows, key=lambda s: s.order):
             if row in self._resident:
-                self._take_pages(row, min(row.frontier + width, row.position_limit))
+                self._take_pages(row, self._rounds.reach(row))
         return [row for row in rows if row in self._resident]
 
     def _take_pages(self, sequence: Sequence, position_count: int) -> bool:
@@ -534,7 +539,7 @@ class Engine:
     def _resume_paused(self) -> None:
         """Brings paused samples back, the oldest first, while there is room for them."""
         while sequence := next((s for s in self._paused if not s.ticket.sink.full), None):
-            positions = len(sequence.tokens) + self._rounds.draft_tokens
+            positions = len(sequence.tokens) - 1 + self._rounds.most_columns
             needed = self._state.pages_of(min(positions, sequence.position_limit))
             # a page for each resident, so that it is not paused again at once
             if not self._fits(needed + len(self._resident)) or not self._free(needed):
@@ -708,6 +713,8 @@ class Engine:
                 rounds=usage.rounds,
                 plain_rounds=usage.plain_rounds,
                 undrafted_rounds=usage.undrafted_rounds,
+                tree_rounds=usage.tree_rounds,
+                side_accepted=usage.side_accepted,
                 proposed=usage.proposed,
                 accepted=usage.accepted,
             )

@@ -591,6 +591,7 @@ def _unpack_request(message: pb.GenerateRequest) -> RequestFields:
         logprobs=_optional(message, "logprobs"),
         draft_tokens=_optional(message, "draft_tokens"),
         return_rounds=message.return_rounds,
+        draft_trees=_optional(message, "draft_trees"),
     )
 
 
@@ -678,6 +679,8 @@ def _pack_event(request_id: str, index: int, event: Delta | Finish) -> pb.Genera
                 proposed=trace.proposed,
                 accepted=trace.accepted,
                 committed=trace.committed,
+                parents=trace.parents,
+                columns=trace.columns,
             )
             for trace in event.rounds
         ],
@@ -713,6 +716,9 @@ def _pack_usage(usage: Usage, index: int) -> pb.Usage:
         accepted_per_position=usage.accepted_per_position,
         plain_rounds=usage.plain_rounds,
         undrafted_rounds=usage.undrafted_rounds,
+        tree_rounds=usage.tree_rounds,
+        side_accepted=usage.side_accepted,
+        tree_columns=usage.tree_columns,
         seed=usage.seed,
         ttft_ns=usage.ttft_ns,
         queue_ns=usage.queue_ns,

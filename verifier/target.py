@@ -27,6 +27,8 @@ from kernels.moe import moe
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
+from kernels.tree_compact import compact_columns, compact_pages
+from kernels.trees import depths
 from verifier.config import TargetConfig
 from verifier.state import Residency, StateRows, TargetState
 from verifier.weights import (
@@ -91,6 +93,7 @@ class _Span:
     frontiers: Tensor  # [B] int64, position of column 0
     counts: Tensor  # [B] int64, live columns
     slots: Tensor  # [B] int64, state slots
+    ancestors: Tensor | None  # [B, W] int32 masks of trees; None for chains
     records: GdnRecord | None  # where a verify block records; prefill moves the state instead
 
 
@@ -152,6 +155,7 @@ class Target:
             torch.tensor([first], device=device),
             torch.tensor([width], device=device),
             None,
+            None,
             -(-(first + width) // self.state.page_size),
         )
         features = self.weights.embedding.new_empty(1, width, self.feature_width)
@@ -168,20 +172,23 @@ class Target:
         frontiers: Tensor,
         counts: Tensor,
         *,
+        ancestors: Tensor | None = None,
         results: Results | None = None,
         page_count: int | None = None,
         features_ready: Callable[[], None] | None = None,
     ) -> Forward:
         """Runs a block of proposals causally, without moving any GDN state.
 
-        Writes KV at positions F..F+count-1, where only a commit makes it count. Reads nothing back:
-        with its arguments on the device it may be captured as a graph.
+        Writes KV into the cells of positions F..F+count-1, where only a commit makes it count.
+        Reads nothing back: with its arguments on the device it may be captured as a graph.
 
         Args:
             rows: where the state of B sequences lies, each at most once among rows with a count.
             token_ids: [B, W] int64, the anchor and its proposals; dead columns hold any id.
             frontiers: [B] int64, F: position of column 0.
             counts: [B] int64 live columns; a row with 0 writes nothing.
+            ancestors: [B, W] int32, the columns that each one sees (`kernels.trees`); None: all up
+                to itself.
             results: [B, W, ...] planes to write; None makes new ones.
             page_count: leading entries of the page tables to look at; None for all.
             features_ready: called once the features are written, before the blocks after them.
@@ -193,7 +200,9 @@ class Target:
         results = results or Results.empty(self, batch, width).view(batch, width)
         records = self.state.record_view(batch, width)
         device = self.device
-        span = self._span(rows, width, frontiers.to(device), counts.to(device), records, page_count)
+        span = self._span(
+            rows, width, frontiers.to(device), counts.to(device), records, ancestors, page_count
+        )
         hidden = self._blocks(
             token_ids.to(device), span, results.features, features_ready or _ignore
         )
@@ -206,6 +215,30 @@ class Target:
         """Logits FP32 [1, 1, V] of the token that follows what a resident has processed."""
         hidden = self.state.continuation[residency.lane].view(1, 1, -1)
         return linear(hidden, self.weights.head).float()
+
+    @torch.inference_mode()
+    def compact(
+        self, rows: StateRows, forward: Forward, frontiers: Tensor, columns: Tensor
+    ) -> None:
+        """Moves the columns of accepted branches to the front: after it `commit` sees chains.
+
+        Args:
+            rows: as they were verified.
+            forward: what `verify` returned, of the newest block.
+            frontiers: [B] int64, F.
+            columns: [B, W] int64 as `kernels.tree_accept` gives them.
+        """
+        assert forward.records is not None
+        state = self.state
+        # features are read by the host, which knows the columns
+        compact_columns([*forward.records, forward.hidden.unsqueeze(0)], columns)
+        compact_pages(
+            state.key_pages,
+            state.value_pages,
+            state.page_tables[rows.lanes],
+            frontiers,
+            columns,
+        )
 
     @torch.inference_mode()
     def commit(self, rows: StateRows, forward: Forward, counts: Tensor) -> None:
@@ -282,7 +315,18 @@ class Target:
             mixed = gdn_prefill(qkv[0], a[0], b[0], *constants, state, history, span.slots[0])
             return mixed.unsqueeze(0)
         record = GdnRecord(*(plane[layer] for plane in span.records))
-        return gdn_verify(qkv, a, b, *constants, state, history, span.slots, span.counts, record)
+        return gdn_verify(
+            qkv,
+            a,
+            b,
+            *constants,
+            state,
+            history,
+            span.slots,
+            span.counts,
+            record,
+            span.ancestors,
+        )
 
     def _attention(
         self, attention: AttentionWeights, normed: Tensor, layer: int, span: _Span
@@ -304,7 +348,7 @@ class Target:
             attended = prefill_attention(query, key, value, gate, *pages, *place).unsqueeze(0)
         else:
             attended = causal_attention(
-                *block, *pages, span.page_tables, span.frontiers, span.counts
+                *block, *pages, span.page_tables, span.frontiers, span.counts, span.ancestors
             )
         return linear(attended, attention.output)
 
@@ -343,15 +387,18 @@ class Target:
         frontiers: Tensor,
         counts: Tensor,
         records: GdnRecord | None,
+        ancestors: Tensor | None,
         page_count: int | None,
     ) -> _Span:
-        columns = torch.arange(width, device=self.device)
+        # a column's place in its branch is its distance from the anchor
+        after = torch.arange(width, device=self.device) if ancestors is None else depths(ancestors)
         return _Span(
-            positions=frontiers.unsqueeze(1) + columns,
+            positions=frontiers.unsqueeze(1) + after,
             page_tables=self.state.page_tables[:, :page_count][rows.lanes],
             frontiers=frontiers,
             counts=counts,
             slots=rows.slots,
+            ancestors=ancestors,
             records=records,
         )
 

@@ -106,6 +106,7 @@ class RequestFields:
     logprobs: int | None = None
     draft_tokens: int | None = None
     return_rounds: bool = False
+    draft_trees: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Checked:
     logprobs: int | None
     draft_tokens: int
     return_rounds: bool
+    draft_trees: bool
 
     def requests(
         self,
@@ -158,6 +160,7 @@ class Checked:
                 logprobs=self.logprobs,
                 draft_tokens=self.draft_tokens,
                 return_rounds=self.return_rounds,
+                draft_trees=self.draft_trees,
                 arrival_ns=arrival_ns,
                 deadline_ns=deadline_ns,
                 trail=trail,
@@ -224,6 +227,7 @@ def check(wanted: RequestFields, limits: Limits, *, has_tokenizer: bool = True) 
         logprobs=wanted.logprobs,
         draft_tokens=draft_tokens,
         return_rounds=wanted.return_rounds,
+        draft_trees=wanted.draft_trees is not False,
     )
 
 

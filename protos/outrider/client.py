@@ -116,6 +116,8 @@ class RoundTrace:
     proposed: tuple[int, ...]
     accepted: int
     committed: int
+    parents: tuple[int, ...] = ()  # of a tree, the column that each proposed token continues
+    columns: tuple[int, ...] = ()  # of a tree, those of the accepted tokens
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,9 @@ class Usage:
     accepted_per_position: tuple[int, ...] = ()
     plain_rounds: int = 0
     undrafted_rounds: int = 0
+    tree_rounds: int = 0
+    side_accepted: int = 0
+    tree_columns: int = 0
     seed: int = 0
     ttft_ns: int = 0
     queue_ns: int = 0
@@ -281,6 +286,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     draft_tokens: int | None
     return_rounds: bool | None
+    draft_trees: bool | None
     timeout: float | None
     x_request_id: str | None
     traceparent: str | None
@@ -304,6 +310,7 @@ _PLAIN = (
     "logprobs",
     "draft_tokens",
     "return_rounds",
+    "draft_trees",
 )
 _OPTIONS = frozenset(GenerateOptions.__annotations__)
 

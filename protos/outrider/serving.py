@@ -554,6 +554,13 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         help="proposals a round, 1 to 15 (default: the draft's block_size - 1)",
     )
     group.add_argument(
+        "--draft-tree-nodes",
+        metavar="off|LIST|auto",
+        default="off",
+        help="columns of trees in rounds of 1, 2, ... samples, K+2 to 32 or 0 for chains, such as "
+        "16,12,0; auto learns them; DFlash2 alone (default: %(default)s)",
+    )
+    group.add_argument(
         "--max-concurrency",
         type=int,
         metavar="B",
@@ -649,6 +656,13 @@ def add_verifier_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("fixed", "auto"),
         default="fixed",
         help="auto drafts only in rounds where it pays; seeds then do not fix the output",
+    )
+    group.add_argument(
+        "--draft-tree-paths",
+        type=int,
+        metavar="N",
+        default=8,
+        help="leaves of a tree, 2 to 8 (default: %(default)s)",
     )
     group.add_argument(
         "--kv-pages",

@@ -29,6 +29,8 @@ USAGE_KEYS = {
     "proposed",
     "accepted",
     "accepted_per_position",
+    "tree_rounds",
+    "side_accepted",
     "ttft_ms",
     "draft_ms",
     "verify_ms",

@@ -104,6 +104,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
         help="report log-probabilities, with N alternatives a token",
     )
     group.add_argument("--no-draft", action="store_true", help="decode plainly, one token a round")
+    group.add_argument("--no-trees", action="store_true", help="draft chains alone")
 
 
 def generate_options(options: argparse.Namespace) -> GenerateOptions:
@@ -123,6 +124,7 @@ def generate_options(options: argparse.Namespace) -> GenerateOptions:
         "ignore_eos": options.ignore_eos or None,
         "logprobs": options.logprobs,
         "draft_tokens": 0 if options.no_draft else options.draft_tokens,
+        "draft_trees": False if options.no_trees else None,
         "timeout": options.timeout,
     }
 
@@ -185,6 +187,8 @@ def as_json(completion: Completion) -> dict[str, Any]:
             "proposed": usage.proposed,
             "accepted": usage.accepted,
             "accepted_per_position": list(usage.accepted_per_position),
+            "tree_rounds": usage.tree_rounds,
+            "side_accepted": usage.side_accepted,
             "ttft_ms": usage.ttft_ns / 1e6,
             "draft_ms": usage.draft_ns / 1e6,
             "verify_ms": usage.verify_ns / 1e6,
@@ -196,6 +200,11 @@ def as_json(completion: Completion) -> dict[str, Any]:
                 "proposed": list(each.proposed),
                 "accepted": each.accepted,
                 "committed": each.committed,
+                **(
+                    {"parents": list(each.parents), "columns": list(each.columns)}
+                    if each.parents
+                    else {}
+                ),
             }
             for each in completion.rounds
         ],

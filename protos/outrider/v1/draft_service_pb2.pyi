@@ -65,7 +65,7 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("version", "protocol_revision", "geometry", "draft_tokens", "max_concurrency", "free_sequences", "checkpoint_slots", "max_context", "device", "stream_count", "layer_causal", "counters")
+    __slots__ = ("version", "protocol_revision", "geometry", "draft_tokens", "max_concurrency", "free_sequences", "checkpoint_slots", "max_context", "device", "stream_count", "layer_causal", "counters", "tree_nodes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class GetDraftInfoResponse(_message.Message):
     STREAM_COUNT_FIELD_NUMBER: _ClassVar[int]
     LAYER_CAUSAL_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    TREE_NODES_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol_revision: int
     geometry: DraftGeometry
@@ -97,7 +98,8 @@ class GetDraftInfoResponse(_message.Message):
     stream_count: int
     layer_causal: _containers.RepeatedScalarFieldContainer[bool]
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., protocol_revision: _Optional[int] = ..., geometry: _Optional[_Union[DraftGeometry, _Mapping]] = ..., draft_tokens: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., free_sequences: _Optional[int] = ..., checkpoint_slots: _Optional[int] = ..., max_context: _Optional[int] = ..., device: _Optional[str] = ..., stream_count: _Optional[int] = ..., layer_causal: _Optional[_Iterable[bool]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    tree_nodes: int
+    def __init__(self, version: _Optional[str] = ..., protocol_revision: _Optional[int] = ..., geometry: _Optional[_Union[DraftGeometry, _Mapping]] = ..., draft_tokens: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., free_sequences: _Optional[int] = ..., checkpoint_slots: _Optional[int] = ..., max_context: _Optional[int] = ..., device: _Optional[str] = ..., stream_count: _Optional[int] = ..., layer_causal: _Optional[_Iterable[bool]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tree_nodes: _Optional[int] = ...) -> None: ...
 
 class DraftGeometry(_message.Message):
     __slots__ = ("format", "target_layer_ids", "mask_token_id", "window", "layer_count", "full_layer_count", "hidden_size", "vocab_size", "public_vocab", "rope_theta", "activation_dtype", "target_config_digest", "tokenizer_digest", "embedding_digest", "head_digest", "target_layer_count", "projection_digest")
@@ -260,18 +262,22 @@ class RoundRow(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., first_position: _Optional[int] = ..., features: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., proposal: _Optional[_Union[ProposalRequest, _Mapping]] = ..., shared_features: _Optional[_Union[SharedRows, _Mapping]] = ...) -> None: ...
 
 class ProposalRequest(_message.Message):
-    __slots__ = ("frontier", "anchor", "live", "temperature", "seed")
+    __slots__ = ("frontier", "anchor", "live", "temperature", "seed", "tree_nodes", "tree_paths")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TREE_NODES_FIELD_NUMBER: _ClassVar[int]
+    TREE_PATHS_FIELD_NUMBER: _ClassVar[int]
     frontier: int
     anchor: int
     live: int
     temperature: float
     seed: int
-    def __init__(self, frontier: _Optional[int] = ..., anchor: _Optional[int] = ..., live: _Optional[int] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+    tree_nodes: int
+    tree_paths: int
+    def __init__(self, frontier: _Optional[int] = ..., anchor: _Optional[int] = ..., live: _Optional[int] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., tree_nodes: _Optional[int] = ..., tree_paths: _Optional[int] = ...) -> None: ...
 
 class RoundReply(_message.Message):
     __slots__ = ("round_index", "rows", "service_ns", "materialize_ns", "draft_ns")
@@ -302,16 +308,18 @@ class RoundReplyRow(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., epoch: _Optional[int] = ..., context_frontier: _Optional[int] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., fault: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("frontier", "token_ids", "point_mass", "conditional")
+    __slots__ = ("frontier", "token_ids", "point_mass", "conditional", "parents")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POINT_MASS_FIELD_NUMBER: _ClassVar[int]
     CONDITIONAL_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     frontier: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     point_mass: PointMass
     conditional: Conditional
-    def __init__(self, frontier: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., point_mass: _Optional[_Union[PointMass, _Mapping]] = ..., conditional: _Optional[_Union[Conditional, _Mapping]] = ...) -> None: ...
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, frontier: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., point_mass: _Optional[_Union[PointMass, _Mapping]] = ..., conditional: _Optional[_Union[Conditional, _Mapping]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PointMass(_message.Message):
     __slots__ = ()

@@ -43,7 +43,7 @@ DRAFTER_STATE_CONNECTING: DrafterState
 DRAFTER_STATE_REFUSED: DrafterState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "request_id", "sampling", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "draft_tokens", "return_rounds")
+    __slots__ = ("text", "token_ids", "chat", "request_id", "sampling", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "draft_tokens", "return_rounds", "draft_trees")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TREES_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -72,7 +73,8 @@ class GenerateRequest(_message.Message):
     logprobs: int
     draft_tokens: int
     return_rounds: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., request_id: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., return_rounds: _Optional[bool] = ...) -> None: ...
+    draft_trees: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., request_id: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., return_rounds: _Optional[bool] = ..., draft_trees: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -166,16 +168,20 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RoundTrace(_message.Message):
-    __slots__ = ("frontier", "proposed", "accepted", "committed")
+    __slots__ = ("frontier", "proposed", "accepted", "committed", "parents", "columns")
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     frontier: int
     proposed: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
     committed: int
-    def __init__(self, frontier: _Optional[int] = ..., proposed: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., committed: _Optional[int] = ...) -> None: ...
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    columns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, frontier: _Optional[int] = ..., proposed: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., committed: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., columns: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("reason", "stop_token_id", "stop_string", "usage")
@@ -190,7 +196,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "proposed", "accepted", "accepted_per_position", "seed", "ttft_ns", "queue_ns", "prefill_ns", "draft_ns", "verify_ns", "wire_ns", "total_ns", "plain_rounds", "undrafted_rounds")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "rounds", "proposed", "accepted", "accepted_per_position", "seed", "ttft_ns", "queue_ns", "prefill_ns", "draft_ns", "verify_ns", "wire_ns", "total_ns", "plain_rounds", "undrafted_rounds", "tree_rounds", "side_accepted", "tree_columns")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +214,9 @@ class Usage(_message.Message):
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     UNDRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    TREE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SIDE_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TREE_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -225,7 +234,10 @@ class Usage(_message.Message):
     total_ns: int
     plain_rounds: int
     undrafted_rounds: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., wire_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., undrafted_rounds: _Optional[int] = ...) -> None: ...
+    tree_rounds: int
+    side_accepted: int
+    tree_columns: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., draft_ns: _Optional[int] = ..., verify_ns: _Optional[int] = ..., wire_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., undrafted_rounds: _Optional[int] = ..., tree_rounds: _Optional[int] = ..., side_accepted: _Optional[int] = ..., tree_columns: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
