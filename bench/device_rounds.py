@@ -1,10 +1,10 @@
 """Rounds of a pair on a CUDA device, cell by cell, against the time that their bytes take.
 
-A cell is a draft width K (0 for plain steps), a number of sequences c, a context and how many
-proposals count as accepted. Both services run as their users run them, as two processes over gRPC
-(or as two sets of threads in one), with ``bench.rig`` in the verifier's place; the clients stream
-from a process of their own. What is measured is written to ``--json`` after each cell, and a cell
-that is there already is not measured again.
+A cell is a draft width K (0 for plain steps), the columns of its trees (0 for chains), a number of
+sequences c, a context and how many proposals count as accepted. Both services run as their users
+run them, as two processes over gRPC (or as two sets of threads in one), with ``bench.rig`` in the
+verifier's place; the clients stream from a process of their own. What is measured is written to
+``--json`` after each cell, and a cell that is there already is not measured again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bench.floors import Geometry
 from bench.pair import Process, wait_for_link
 from bench.rig import Orders
 from outrider.client import Client, ClientError
+from outrider.tree_nodes import TreeNodes
 
 WARM_ROUNDS = 5  # of a cell, not counted
 PLAIN_WIDTH = 7  # K that plain steps run beside where no other is measured
@@ -57,6 +58,7 @@ class Options:
     mps: bool = False
     spin_ms: int | None = None  # the drafter's; None: its default
     draft_tokens: tuple[int, ...] = (0, 7, 15)
+    tree_nodes: tuple[int, ...] = ()  # columns of trees, beside the chain
     concurrency: tuple[int, ...] = (1, 2, 4, 8)
     contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
     max_context: int = 0  # 0: the largest context
@@ -73,6 +75,18 @@ class Options:
         """Positions that a sequence may take."""
         return self.max_context or max(2 * LEAST_ROOM, self.prefill + 256, *self.contexts)
 
+    def trees(self, draft_tokens: int) -> tuple[int, ...]:
+        """Columns of trees that are measured at this K.
+
+        Raises:
+            SystemExit: one that the services have no graphs for.
+        """
+        widths = tuple(n for n in self.tree_nodes if n > draft_tokens + 1)
+        known = TreeNodes(auto=True).widths(draft_tokens)
+        if not set(widths) <= set(known):
+            raise SystemExit(f"--tree-nodes: expected of {known} at K={draft_tokens}, got {widths}")
+        return widths
+
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
         """Options from parsed flags."""
@@ -86,6 +100,7 @@ class Options:
             mps=arguments.mps,
             spin_ms=arguments.spin_ms,
             draft_tokens=tuple(arguments.draft_tokens or cls.draft_tokens),
+            tree_nodes=tuple(n for n in arguments.tree_nodes if n),
             concurrency=tuple(arguments.concurrency or cls.concurrency),
             contexts=tuple(arguments.contexts),
             max_context=arguments.max_context,
@@ -139,10 +154,23 @@ class Cell:
     concurrency: int
     context: int
     accept: int = 0
+    tree_nodes: int = 0  # columns; 0 is a chain
+
+    @property
+    def columns(self) -> int:
+        """Of a round."""
+        return self.tree_nodes or self.draft_tokens + 1
+
+    @property
+    def proposed(self) -> int:
+        """Proposals of a row's round."""
+        return self.columns - 1
 
     def key(self, way: str) -> str:
         """Its name in the JSON; ``way`` says how the services run."""
-        return f"{way} K={self.draft_tokens} c={self.concurrency} n={self.context} A={self.accept}"
+        tree = f" N={self.tree_nodes}" if self.tree_nodes else ""
+        size = f"c={self.concurrency} n={self.context}"
+        return f"{way} K={self.draft_tokens}{tree} {size} A={self.accept}"
 
 
 # --- services
@@ -172,6 +200,8 @@ def running(options: Options, draft_tokens: int) -> Iterator[Pair]:
         f"--max-concurrency={max(options.concurrency)}",
         f"--max-context={options.longest}",
         f"--dtype={options.dtype}",
+        # all widths at once: the rig chooses among them, cell by cell
+        f"--draft-tree-nodes={'auto' if options.trees(draft_tokens) else 'off'}",
         "--log-level=warning",
     ]
     # a port that is free now: both load at the same time, and the verifier dials until it answers
@@ -238,6 +268,11 @@ def cells_of(options: Options) -> dict[int, list[Cell]]:
                 for concurrency in options.concurrency:
                     accept = min(options.simulate_accept, draft_tokens)
                     cells.append(Cell(draft_tokens, concurrency, context, accept))
+                    cells += [
+                        Cell(draft_tokens, concurrency, context, accept, columns)
+                        for columns in options.trees(width)
+                        if draft_tokens
+                    ]
                     first = context == min(options.contexts)
                     if draft_tokens > accept and first and concurrency in (1, 8):
                         cells.append(Cell(draft_tokens, concurrency, context, draft_tokens))
@@ -252,9 +287,10 @@ def run_cell(client: Client, pair: Pair, cell: Cell, options: Options) -> dict[s
         rows=cell.concurrency,
         accept=cell.accept if cell.draft_tokens else None,
         synthetic=options.synthetic_context,
+        columns=cell.tree_nodes,
     )
     # the last rounds of a budget propose less, so there is one block more of it than is counted
-    budget = 2 + (cell.accept + 1) * (options.rounds + WARM_ROUNDS + 1) + cell.draft_tokens
+    budget = 2 + (cell.accept + 1) * (options.rounds + WARM_ROUNDS + 1) + cell.columns
     length = cell.context if cell.context <= LEAST_ROOM else cell.context - budget
     with ThreadPoolExecutor(cell.concurrency) as pool:
         work = [
@@ -266,10 +302,10 @@ def run_cell(client: Client, pair: Pair, cell: Cell, options: Options) -> dict[s
         record
         for record in _records(pair.records, orders.cell)
         if len(record["proposed"]) == cell.concurrency
-        and all(count == cell.draft_tokens for count in record["proposed"])
+        and all(count == cell.proposed for count in record["proposed"])
     ][WARM_ROUNDS : WARM_ROUNDS + options.rounds + 1]
     if len(rounds) < 3:
-        raise RuntimeError(f"{cell}: only {len(rounds)} rounds of {cell.draft_tokens} proposals")
+        raise RuntimeError(f"{cell}: only {len(rounds)} rounds of {cell.proposed} proposals")
     return summarise(cell, rounds, gaps)
 
 
@@ -482,7 +518,7 @@ def _measure(
     else:
         size = geometry.round_bytes(
             cell.concurrency,
-            cell.draft_tokens + 1,
+            cell.columns,
             measured["frontier"],
             drafted=cell.draft_tokens > 0,
         )
@@ -534,12 +570,14 @@ def show(report: Report, way: str) -> None:
         if name.startswith(("plan", "device", "prefill", "peer")):
             print(f"{name}: {json.dumps(values[name])}")
     heads = "".join(f"{head:>8}" for head, _ in COLUMNS)
-    print(f"{'K':>3}{'c':>3}{'context':>8}{'A':>4}{heads}", end="")
+    print(f"{'K':>3}{'N':>4}{'c':>3}{'context':>8}{'A':>4}{heads}", end="")
     print(f"{'KB out':>8}{'shared':>8}{'KB in':>7}{'tok/s':>8}")
     for key, cell in report.cells.items():
         if not key.startswith(f"{way} "):
             continue
-        line = "{draft_tokens:>3}{concurrency:>3}{context:>8}{accept:>4}".format(**cell)
+        line = "{draft_tokens:>3}{tree_nodes:>4}{concurrency:>3}{context:>8}{accept:>4}".format(
+            **{"tree_nodes": 0} | cell
+        )
         if "error" in cell:
             print(f"{line}  {cell['error']}")
             continue

@@ -8,6 +8,8 @@ its id (`Orders`), which no serving option can:
   up with each, so that all of a cell's rounds run with all of its rows;
 - **synthetic**: do not prefill; let the state, KV and features of the prompt be random values, but
   for the last chunk, which is processed as ever;
+- **columns**: let the trees of its rounds have so many columns, 0 for chains, where the verifier
+  runs with `--draft-tree-nodes auto`;
 - **accept**: let preview and commit see this many accepted proposals, whatever was accepted. Every
   kernel of the round still runs. THE OUTPUT IS THEN NOT THE TARGET'S.
 
@@ -60,6 +62,7 @@ class Orders:
     rows: int = 1
     accept: int | None = None
     synthetic: bool = False
+    columns: int = 0
 
     def request_id(self, index: int) -> str:
         """The id of the cell's ``index``-th request."""
@@ -79,6 +82,7 @@ class Orders:
             rows=int(fields["rows"]),
             accept=None if accept is None else int(accept),
             synthetic=fields["synthetic"] == "1",
+            columns=int(fields["columns"]),
         )
 
 
@@ -134,6 +138,28 @@ class MeasuredLink(DrafterLink):
         return super()._answer(reply)
 
 
+class OrderedTrees:
+    """Trees as wide as a cell orders."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        self.widths = widths
+        self.ordered = 0
+
+    def columns(self, row_count: int, frontier: int) -> int:
+        """See `verifier.trees.Trees`."""
+        return self.ordered
+
+    def round_ended(self, row_count: int, frontier: int, columns: int, elapsed_ns: int) -> None:
+        """Nothing is learned."""
+
+    def committed(self, nodes: int, columns: Sequence[int]) -> None:
+        """Nothing is learned."""
+
+    def choices(self) -> dict[str, float]:
+        """See `verifier.trees.Trees`."""
+        return {}
+
+
 class MeasuredRounds(Rounds):
     """Rounds that follow `Orders` and leave a record each."""
 
@@ -145,6 +171,8 @@ class MeasuredRounds(Rounds):
         self._begun: set[str] = set()
         self._verbs = dict.fromkeys(VERBS, 0)
         self._features: torch.Tensor | None = None
+        if self.trees is not None:
+            self.trees = OrderedTrees(self.trees.widths)
         state = self.blocks.target.state
         generator = torch.Generator(state.gdn.device).manual_seed(0)
         for layer in (*state.key_pages, *state.value_pages):
@@ -202,6 +230,8 @@ class MeasuredRounds(Rounds):
         proposed = [row.usage.proposed for row in rows]
         accepted = [row.usage.accepted for row in rows]
         self.link.sent, self.link.reply, self.link.waited_ns = (), None, 0
+        if isinstance(self.trees, OrderedTrees):
+            self.trees.ordered = orders.columns
         started = time.monotonic_ns()
         super().run(rows)
         self._record(
@@ -279,9 +309,11 @@ def simulated(allowed: LicensedRow, drafted: Drafted | None, orders: Orders | No
     """What preview and commit see instead of ``allowed`` when orders say how much is accepted."""
     if orders is None or orders.accept is None or drafted is None or not allowed.finite:
         return allowed
+    # of a tree, columns of the main chain
     accepted = min(orders.accept, len(drafted.token_ids))
     tokens = (*drafted.token_ids[:accepted], allowed.token_ids[-1])
-    return replace(allowed, token_ids=tokens, accepted=accepted, logprobs=())
+    columns = tuple(range(1, accepted + 1)) if drafted.parents else ()
+    return replace(allowed, token_ids=tokens, accepted=accepted, logprobs=(), columns=columns)
 
 
 class MeasuredPlan(verifier_main.Plan):

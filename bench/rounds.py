@@ -5,7 +5,8 @@ processes, gRPC on loopback) and streams the held-out prompts, each once plainly
 so that both share the machine's moods. transformers' cached greedy step on the same weights runs
 in the same process afterwards, as the outside peer. One table, and one JSON with ``--json``.
 
-Tokens a round and tokens per second are reported together: one without the other misleads.
+Tokens a round and tokens per second are reported together: one without the other misleads. With
+``--tree-nodes`` trees of so many columns are streamed beside the chain, by the same services.
 
 ``--device cuda`` measures rounds instead, cell by cell, against the time that their bytes take: see
 ``bench.device_rounds``.
@@ -50,6 +51,8 @@ class Row:
     accepted_per_position: list[float]
     lookup_tokens_per_round: float = 0.0
     ratio: float = 0.0  # tokens per second over the plain row's
+    round_ratio: float = 0.0  # tokens a round over the chain's
+    side_accepted: float = 0.0  # of a round's accepted proposals, off the main chain
 
 
 def held_out(count: int) -> list[list[int]]:
@@ -62,8 +65,16 @@ def held_out(count: int) -> list[list[int]]:
     return alternating[:count]
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a prompt is decoded."""
+
+    draft_tokens: int
+    trees: bool = False
+
+
 def complete(
-    client: Client, prompt: Sequence[int], arguments: argparse.Namespace, draft_tokens: int
+    client: Client, prompt: Sequence[int], arguments: argparse.Namespace, way: Way
 ) -> Completion:
     """One completion of fixed length."""
     return client.generate(
@@ -71,7 +82,8 @@ def complete(
         max_tokens=arguments.new_tokens,
         temperature=arguments.temperature,
         seed=1,
-        draft_tokens=draft_tokens,
+        draft_tokens=way.draft_tokens,
+        draft_trees=way.trees,
         ignore_eos=True,
     )
 
@@ -106,11 +118,12 @@ def summarise(
             sum(u.accepted_per_position[i] for u in usages) / max(1, rounds)
             for i in range(positions)
         ],
+        side_accepted=sum(u.side_accepted for u in usages) / max(1, rounds),
     )
 
 
 def run_pair(draft: str, arguments: argparse.Namespace) -> list[Row]:
-    """Plain and drafted rows of one draft, interleaved prompt by prompt."""
+    """Plain and drafted rows of one draft, trees too if asked, interleaved prompt by prompt."""
     prompts = held_out(arguments.prompts)
     folder = str(bundled(draft)) if draft in ("dflash2", "dflash") else draft
     flags = [
@@ -122,52 +135,56 @@ def run_pair(draft: str, arguments: argparse.Namespace) -> list[Row]:
     ]
     if arguments.target:
         flags.append(f"--target={arguments.target}")
-    completions: dict[int, list[Completion]] = {0: [], arguments.draft_tokens: []}
-    seconds = dict.fromkeys(completions, 0.0)
+    ways = {"plain": Way(0), f"{draft} K={arguments.draft_tokens}": Way(arguments.draft_tokens)}
+    if arguments.tree_nodes:
+        flags += [f"--draft-tree-nodes={arguments.tree_nodes}"]
+        flags += [f"--draft-tree-paths={arguments.tree_paths}"]
+        ways[f"  N={arguments.tree_nodes}"] = Way(arguments.draft_tokens, trees=True)
+    completions: dict[str, list[Completion]] = {name: [] for name in ways}
+    seconds = dict.fromkeys(ways, 0.0)
     with served(*flags) as address, Client(address) as client:
-        for tokens in completions:  # warm both paths
-            complete(client, prompts[0], arguments, tokens)
+        for way in ways.values():  # warm all paths
+            complete(client, prompts[0], arguments, way)
         groups = [
             prompts[i : i + arguments.concurrency]
             for i in range(0, len(prompts), arguments.concurrency)
         ]
         for group in groups:
-            for tokens, done in completions.items():
+            for name, way in ways.items():
                 started = time.perf_counter()
-                done.extend(_at_once(client, group, arguments, tokens))
-                seconds[tokens] += time.perf_counter() - started
-    plain = summarise("plain", completions[0], seconds[0], arguments)
-    drafted = summarise(
-        f"{draft} K={arguments.draft_tokens}",
-        completions[arguments.draft_tokens],
-        seconds[arguments.draft_tokens],
-        arguments,
-    )
+                completions[name].extend(_at_once(client, group, arguments, way))
+                seconds[name] += time.perf_counter() - started
+    rows = [summarise(name, completions[name], seconds[name], arguments) for name in ways]
     if arguments.temperature <= 0:
-        different = sum(
-            a.token_ids != b.token_ids
-            for a, b in zip(completions[0], completions[arguments.draft_tokens], strict=True)
-        )
-        if different:
-            raise SystemExit(f"{different} greedy outputs differ with drafting: not a benchmark")
+        _expect_equal(completions)
         lookups = [
             tokens_per_round(prompt, completion.token_ids, arguments.draft_tokens)
-            for prompt, completion in zip(prompts, completions[0], strict=True)
+            for prompt, completion in zip(prompts, completions["plain"], strict=True)
         ]
-        drafted.lookup_tokens_per_round = statistics.mean(lookups)
-    plain.ratio, drafted.ratio = 1.0, drafted.tokens_per_second / plain.tokens_per_second
-    return [plain, drafted]
+        rows[1].lookup_tokens_per_round = statistics.mean(lookups)
+    for row in rows:
+        row.ratio = row.tokens_per_second / rows[0].tokens_per_second
+        row.round_ratio = row.tokens_per_round / rows[1].tokens_per_round
+    return rows
+
+
+def _expect_equal(completions: dict[str, list[Completion]]) -> None:
+    outputs = {name: [c.token_ids for c in done] for name, done in completions.items()}
+    for name, output in outputs.items():
+        different = sum(a != b for a, b in zip(outputs["plain"], output, strict=True))
+        if different:
+            raise SystemExit(f"{name}: {different} greedy outputs differ: not a benchmark")
 
 
 def _at_once(
-    client: Client, group: Sequence[Sequence[int]], arguments: argparse.Namespace, tokens: int
+    client: Client, group: Sequence[Sequence[int]], arguments: argparse.Namespace, way: Way
 ) -> list[Completion]:
     if len(group) == 1:
-        return [complete(client, group[0], arguments, tokens)]
+        return [complete(client, group[0], arguments, way)]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(len(group)) as pool:
-        return list(pool.map(lambda p: complete(client, p, arguments, tokens), group))
+        return list(pool.map(lambda p: complete(client, p, arguments, way), group))
 
 
 def transformers_step(arguments: argparse.Namespace, tokens: int = 48, prompts: int = 6) -> float:
@@ -207,6 +224,11 @@ def show(rows: Sequence[Row], peer_ms: float | None) -> None:
         if any(row.accepted_per_position):
             shares = " ".join(f"{share:.3f}" for share in row.accepted_per_position)
             print(f"{'':<16}accepted 1..K: {shares}")
+        if row.side_accepted:
+            print(
+                f"{'':<16}{row.round_ratio:.3f} of the chain's tokens a round; "
+                f"{row.side_accepted:.3f} accepted a round off the main chain"
+            )
     if peer_ms is not None:
         print(f"transformers cached step: {peer_ms:.2f} ms a token (median, same weights)")
 
@@ -218,6 +240,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", default=None, help="folder of the target (default: bundled)")
     parser.add_argument("--drafts", nargs="+", default=["dflash2", "dflash"])
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=None, metavar="K")
+    parser.add_argument(
+        "--tree-nodes", type=int, nargs="+", default=[0], metavar="N", help="columns; 0: chains"
+    )
+    parser.add_argument("--tree-paths", type=int, nargs="+", default=[8], metavar="N")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=160, help="the first comes from prefill")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -236,10 +262,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         for draft in arguments.drafts
         for draft_tokens in arguments.draft_tokens or [7]
         for concurrency in arguments.concurrency or [1]
+        for tree_nodes in arguments.tree_nodes
+        for tree_paths in arguments.tree_paths
         for row in run_pair(
             draft,
             argparse.Namespace(
-                **(vars(arguments) | {"draft_tokens": draft_tokens, "concurrency": concurrency})
+                **vars(arguments)
+                | {
+                    "draft_tokens": draft_tokens,
+                    "concurrency": concurrency,
+                    "tree_nodes": tree_nodes,
+                    "tree_paths": tree_paths,
+                }
             ),
         )
     ]

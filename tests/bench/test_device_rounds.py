@@ -59,6 +59,21 @@ def test_every_cell_has_its_widths_and_plain_steps_run_once():
     assert [cell.draft_tokens for cell in only_plain[7]] == [0] * 16
 
 
+def test_trees_are_cells_beside_their_chain():
+    planned = cells_of(replace(OPTIONS, draft_tokens=(0, 7), tree_nodes=(12, 16)))
+    cells = planned[7]
+    assert len({cell.key("w") for cell in cells}) == len(cells)
+    assert {cell.tree_nodes for cell in cells if cell.draft_tokens == 7} == {0, 12, 16}
+    assert {cell.tree_nodes for cell in cells if not cell.draft_tokens} == {0}
+    assert {(cell.tree_nodes, cell.proposed) for cell in cells if cell.draft_tokens} == {
+        (0, 7),
+        (12, 11),
+        (16, 15),
+    }
+    with pytest.raises(SystemExit, match=r"--tree-nodes: expected of \(12, 16, 24\) at K=7"):
+        cells_of(replace(OPTIONS, tree_nodes=(13,)))
+
+
 def test_orders_travel_in_a_request_s_id():
     orders = Orders("cell", rows=8, accept=3, synthetic=True)
 
@@ -82,6 +97,10 @@ def test_simulation_replaces_the_count_and_the_tokens_alone(accept: int, expecte
     assert simulated(allowed, None, Orders("cell", accept=accept)) is allowed
     assert simulated(allowed, drafted, Orders("cell")) is allowed
     assert simulated(allowed, drafted, None) is allowed
+    tree = replace(drafted, parents=(0, 1, 0))
+    branching = replace(allowed, columns=(3,))
+    simulated_tree = simulated(branching, tree, Orders("cell", accept=accept))
+    assert simulated_tree.columns == tuple(range(1, len(expected)))
     broken = replace(allowed, token_ids=(), finite=False)
     assert simulated(broken, drafted, Orders("cell", accept=accept)) is broken
 
@@ -117,6 +136,7 @@ def test_a_round_s_parts_add_up_to_it():
             "sent_bytes": 1000,
             "shared_bytes": 200_000,
             "received_bytes": 100,
+            "verbs_ns": {"verify": 12_500_000},
         }
 
     measured = summarise(Cell(7, 1, 1024, 3), [record(i) for i in range(5)], [0.02] * 4)
@@ -139,6 +159,7 @@ def test_cells_are_measured_kept_and_not_measured_again(
         dtype="float32",
         processes=processes,
         draft_tokens=(0, 3),
+        tree_nodes=(8,),
         concurrency=(2,),
         contexts=(600,),
         simulate_accept=2,
@@ -153,8 +174,10 @@ def test_cells_are_measured_kept_and_not_measured_again(
     assert json.loads(kept.read_text())["cells"] == {}
     device_rounds.run(replace(options, seconds=60.0), "about")
     report = json.loads(kept.read_text())
-    plain, drafted = report["cells"].values()
-    assert (plain["accepted"], drafted["accepted"]) == (0, 2)
+    plain, drafted, tree = report["cells"].values()
+    assert [cell["accepted"] for cell in (plain, drafted, tree)] == [0, 2, 2]
+    assert tree["tree_nodes"] == 8
+    assert tree["received_bytes"] > 2 * drafted["received_bytes"]
     assert plain["sent_bytes"] == 0
     # three rows of features a sequence, which do not go through the message
     rows, rest = divmod(drafted["shared_bytes"], 2 * 3 * 64 * 4)

@@ -51,9 +51,11 @@ class Outcome:
 def first_live(plan: Plan) -> int:
     """P of a sample's first round: two, so that every kind of draw occurs early.
 
-    A DFlash draft sees as many columns as it proposes, and is at home at K alone.
+    A DFlash draft sees as many columns as it proposes, and is at home at K alone; trees grow around
+    a whole chain.
     """
-    return plan.draft_tokens if plan.draft.format == "dflash" else min(2, plan.draft_tokens)
+    whole = plan.draft.format == "dflash" or not plan.tree_nodes.off
+    return plan.draft_tokens if whole else min(2, plan.draft_tokens)
 
 
 def output_tokens(plan: Plan) -> int:
@@ -328,7 +330,7 @@ class Samples:
             output[0]: [
                 (each.rounds[0], each.token_ids[1])
                 for each in members
-                if each.rounds and len(each.rounds[0].proposed) == proposer.live
+                if each.rounds and len(each.rounds[0].proposed) >= proposer.live
             ]
             for output, members in self._groups(1).items()
         }
@@ -351,9 +353,13 @@ class Samples:
             q = proposer.q(first, self.law.temperature, len(p))
             proposals.add(Counter(trace.proposed[0] for trace, _ in rounds), q)
             overlap = min(1.0, float(p.minimum(q).sum()))
-            accepts.add(sum(trace.accepted > 0 for trace, _ in rounds), len(rounds), overlap)
+            passed = sum(_passed(trace) for trace, _ in rounds)
+            accepts.add(passed, len(rounds), overlap)
             rest = (p - q).clamp_min(0.0)
-            corrected = Counter(second for trace, second in rounds if trace.accepted == 0)
+            # in a tree it is drawn from what the siblings left too
+            corrected = Counter(
+                second for trace, second in rounds if trace.accepted == 0 and not trace.parents
+            )
             if corrected and float(rest.sum()) > 0.0:
                 corrections.add(corrected, rest / rest.sum())
         return [
@@ -365,11 +371,12 @@ class Samples:
     def _independent(self, proposer: Proposer) -> Outcome:
         """Draws of one round that must know nothing of each other.
 
-        Given the first token, a correction does not depend on what was proposed; given d_1 too,
+        Given the first token, a correction does not depend on what a chain proposed; given d_1 too,
         whether it passed does not depend on d_2.
         """
         fit = Independence()
-        for rounds in self._drafted(proposer).values():
+        for drafted in self._drafted(proposer).values():
+            rounds = [each for each in drafted if not each[0].parents]
             rejected = [(trace, second) for trace, second in rounds if trace.accepted == 0]
             for place in range(proposer.live):
                 fit.add([(trace.proposed[place], second) for trace, second in rejected])
@@ -408,6 +415,11 @@ class Samples:
             f"{rate.happened / rate.count:.3f} of {rate.count}, p {rate.p_value:.2g}",
             rate.p_value >= SIGNIFICANCE,
         )
+
+
+def _passed(trace: RoundTrace) -> bool:
+    """Whether d_1 was accepted: in a tree, not one of its siblings."""
+    return trace.columns[:1] == (1,) if trace.parents else trace.accepted > 0
 
 
 _WANTED = f"p >= {SIGNIFICANCE:g}"
