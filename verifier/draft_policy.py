@@ -2,11 +2,12 @@
 
 The block's width is fixed, so a round costs the same whatever P between 1 and K is; the choice is
 between P = 0 and as many as the request allows. A round with proposals pays if the tokens that it
-commits per plain round's time exceed those of a plain round. Both costs are medians of the last
-rounds with as many rows, because a round's time depends on its rows; what a sample's proposals
-bring is a running mean of its own rounds. The kind that is not chosen is tried for a few rounds now
-and then, ever more rarely while it disappoints, so that the choice follows the load and the text at
-a bounded price.
+commits per plain round's time exceed those of a plain round. What it costs is a ratio, since a
+machine has moods: only rounds that follow each other are compared, where the choice changes, and
+the median of the last such comparisons counts, for each number of rows apart. What a sample's
+proposals bring is a running mean of its own rounds. The kind that is not chosen is tried for a few
+rounds now and then, drafting ever more rarely while it disappoints, so that the choice follows the
+load and the text at a bounded price.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 from typing import Protocol
 
-_SAMPLES = 5  # rounds whose times are remembered, for each number of rows
-_LEAST_SAMPLES = 3  # before a median is believed, and rounds of a trial: most of what is remembered
+_TRIAL_ROUNDS = 3  # and how many of one kind are compared with a round of the other
+_RATIOS = 2 * (_TRIAL_ROUNDS + 1)  # that are remembered: a trial is compared at both of its ends
 _WEIGHT = 0.25  # of the newest round in a sample's running mean
 _MARGIN = 1.02  # by which drafting must be ahead: switching is not free
+_PROVEN = 8  # rounds of drafting in a row, after which its trials begin anew
 FIRST_TRIAL, LAST_TRIAL = 16, 512  # rounds between trials of drafting
 PLAIN_TRIAL = 128  # rounds between trials of plain rounds, which cost what drafting gains
 
@@ -30,22 +33,64 @@ class Drafting(Protocol):
     drafted_gain: float | None  # tokens that a round with proposals adds to one; None: none yet
 
 
+@dataclass
+class _Costs:
+    """What rounds of one number of rows have cost."""
+
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_RATIOS))
+    # the newest run of rounds of one kind, and what remains of the run before it, ns
+    run: deque[int] = field(default_factory=lambda: deque(maxlen=_TRIAL_ROUNDS))
+    before: deque[int] = field(default_factory=deque)
+    drafted: bool = False  # whether the newest run did
+    run_length: int = 0
+    last: int = 0  # when its newest round was, in rounds of any number of rows
+
+    @property
+    def ratio(self) -> float | None:
+        """A drafted round's time by a plain one's; None before they were compared."""
+        return statistics.median(self.ratios) if len(self.ratios) >= _TRIAL_ROUNDS else None
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether there are plain rounds to compare a drafted one with."""
+        return not self.drafted and self.run_length >= _TRIAL_ROUNDS
+
+    def ended(self, now: int, elapsed_ns: int, *, drafted: bool) -> None:
+        """Compares a round with those of the other kind just before it."""
+        if now - self.last > 2 * _TRIAL_ROUNDS:
+            self.run.clear()
+            self.run_length = 0
+        if drafted != self.drafted or not self.run_length:
+            self.before = self.run
+            self.run = deque(maxlen=_TRIAL_ROUNDS)
+            self.run_length = 0
+        self.drafted, self.last = drafted, now
+        self.run.append(elapsed_ns)
+        self.run_length += 1
+        if self.before and self.run_length <= _TRIAL_ROUNDS:
+            other_ns = statistics.median(self.before)
+            pair = (elapsed_ns, other_ns) if drafted else (other_ns, elapsed_ns)
+            self.ratios.append(pair[0] / max(1, pair[1]))
+
+
 class DraftPolicy:
     """One engine's choice, round by round. Used by the engine thread alone."""
 
     def __init__(self) -> None:
-        self._plain_ns: dict[int, deque[int]] = {}
-        self._drafted_ns: dict[int, deque[int]] = {}
+        self._costs: dict[int, _Costs] = {}
         self._gain = 1.0  # of samples that have not drafted yet
+        self._rounds = 0
         self._since_drafted = 0  # rounds
         self._since_plain = 0
         self._trial = FIRST_TRIAL
         self._trying = 0  # rounds left of a trial
+        self._chosen = 0  # rounds in a row that drafted because it pays
+        self._unknown = True  # whether rounds of as many rows as the last were never compared
 
     @property
     def trial_is_next(self) -> bool:
         """Whether contexts should catch up now, because the next round will try drafting."""
-        return self._trying > 0 or self._since_drafted + 2 >= self._trial
+        return self._trying > 0 or self._unknown or self._since_drafted + 2 >= self._trial
 
     def drafts(self, row_count: int, rows: Rows[Drafting]) -> bool:
         """Whether a round is to draft.
@@ -54,17 +99,17 @@ class DraftPolicy:
             row_count: Samples in the round.
             rows: Those of them that may have proposals.
         """
-        plain = self._median(self._plain_ns, row_count)
-        drafted = self._median(self._drafted_ns, row_count)
-        if drafted is None or self._trying:
+        costs = self._costs.setdefault(row_count, _Costs())
+        ratio = costs.ratio
+        self._unknown = ratio is None
+        if self._trying:
             return True
-        if plain is None or self._since_plain >= PLAIN_TRIAL:
-            return False
-        if (1.0 + self.gain(rows) / row_count) * plain > drafted * _MARGIN:
-            return True
-        if self._since_drafted >= self._trial:
-            self._trying = _LEAST_SAMPLES
-        return self._trying > 0
+        if ratio is not None and 1.0 + self.gain(rows) / row_count > ratio * _MARGIN:
+            return self._since_plain < PLAIN_TRIAL
+        due = costs.can_be_tried if ratio is None else self._since_drafted >= self._trial
+        if due:
+            self._trying = _TRIAL_ROUNDS
+        return due
 
     def gain(self, rows: Rows[Drafting]) -> float:
         """Tokens that the rows' proposals are expected to add to a round, all together."""
@@ -72,15 +117,17 @@ class DraftPolicy:
 
     def round_ended(self, row_count: int, elapsed_ns: int, *, drafted: bool) -> None:
         """Learns what a round cost."""
+        self._rounds += 1
         self._since_drafted = 0 if drafted else self._since_drafted + 1
         self._since_plain = self._since_plain + 1 if drafted else 0
-        times = self._drafted_ns if drafted else self._plain_ns
-        times.setdefault(row_count, deque(maxlen=_SAMPLES)).append(elapsed_ns)
+        self._costs.setdefault(row_count, _Costs()).ended(self._rounds, elapsed_ns, drafted=drafted)
         if drafted and self._trying:
             self._trying -= 1
             # until a trial pays, the next comes later
             self._trial = self._trial if self._trying else min(2 * self._trial, LAST_TRIAL)
-        elif drafted:
+            return
+        self._chosen = self._chosen + 1 if drafted else 0
+        if self._chosen >= _PROVEN:
             self._trial = FIRST_TRIAL
 
     def committed(self, row: Drafting, accepted: int) -> None:
@@ -90,8 +137,3 @@ class DraftPolicy:
         weight = 0.5 if row.drafted_gain is None else _WEIGHT
         row.drafted_gain = before + weight * (accepted - before)
         self._gain += 0.05 * (accepted - self._gain)
-
-    @staticmethod
-    def _median(times: dict[int, deque[int]], row_count: int) -> float | None:
-        known = times.get(row_count, ())
-        return statistics.median(known) if len(known) >= _LEAST_SAMPLES else None

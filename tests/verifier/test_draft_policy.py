@@ -43,6 +43,34 @@ def test_rejected_drafts_cost_three_percent_at_most(rows, ratio):
     assert tokens / elapsed >= 0.97 * rows / 1000
 
 
+def moods(length: int, seed: int) -> list[float]:
+    """Slowness of a shared machine, round by round: spells of up to three times the usual."""
+    chosen, spells = random.Random(seed), []
+    while len(spells) < length:
+        slow = chosen.choice((1.0, 1.0, chosen.uniform(1.0, 3.0)))
+        spells += [slow] * chosen.randrange(5, 80)
+    return spells[:length]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ratio", [1.3, 2.0, 2.9])
+def test_a_machine_s_moods_are_not_taken_for_costs(ratio, seed):
+    """A slow spell of plain rounds must not make drafts look cheap that were timed before it."""
+    policy, samples = DraftPolicy(), [Sample()]
+    # what a server's first rounds cost is another test's
+    run(policy, samples, 1000, 1000, int(1000 * ratio), lambda r: 0)
+    spent = plain = 0.0
+    for slow in moods(6000, seed):
+        drafts = policy.drafts(1, samples)
+        elapsed = 1000 * slow * (ratio if drafts else 1)
+        if drafts:
+            policy.committed(samples[0], 0)
+        policy.round_ended(1, int(elapsed), drafted=drafts)
+        spent += elapsed
+        plain += 1000 * slow
+    assert plain / spent >= 0.98
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_accepted_drafts_are_used_nearly_always(rows):
     policy, samples = DraftPolicy(), [Sample() for _ in range(rows)]
