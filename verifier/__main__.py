@@ -25,20 +25,22 @@ from outrider.random_weights import open_checkpoint
 from outrider.tracing import Tracer
 from outrider.tree_nodes import TreeNodes
 from outrider.v1 import draft_service_pb2 as wire
+from verifier import memory
 from verifier.acceptance import SamplingTables
-from verifier.blocks import Blocks, most_columns, rounded_up
+from verifier.blocks import Blocks, most_columns, rounded_up, table_lengths
 from verifier.checkpoints import Checkpoints
 from verifier.config import TargetConfig
 from verifier.draft_policy import DraftPolicy
 from verifier.drafter_link import DrafterLink
-from verifier.host_images import HostImages
+from verifier.host_images import HostImages, host_room
+from verifier.memory import BlockExtents
 from verifier.metrics import VerifierMetrics
 from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
 from verifier.projection import Projection, projection_plan
 from verifier.rounds import Rounds
 from verifier.scheduler import Engine
 from verifier.service import Backend, GenerationService, ModelFacts, ServerFacts, build_server
-from verifier.state import TargetState, state_plan
+from verifier.state import PAGE_SIZE, TargetState, state_plan
 from verifier.target import Target
 from verifier.text import Text
 from verifier.tree_policy import TreePolicy
@@ -240,32 +242,105 @@ class Plan:
                 f"{serving.MESSAGE_LIMIT} bytes, got {options.max_concurrency} x {self.width} x "
                 f"{self.row_bytes} = {round_bytes}"
             )
+        extents = self.block_extents(row_counts, columns)
+        chunk = options.prefill_chunk
         self.sizes = [
             *weight_plan(target, config, self.dtype),
             *projection_plan(draft, self.dtype),
-            *state_plan(
-                config,
-                lanes=options.max_concurrency,
-                max_context=self.max_context,
-                width=self.block_width,
-                dtype=self.dtype,
-                block_rows=self.block_rows,
-                page_count=options.kv_pages,
-                image_count=options.checkpoint_slots,
-            ),
+            *self.state_sizes(options.kv_pages, options.checkpoint_slots),
+            *memory.sampling_plan(lanes, config.vocab_size),
+            *memory.block_plan(config, extents, self.dtype),
+            *memory.reserves(config, extents, chunk, self.dtype),
         ]
-        needed = sum(size for _, size in self.sizes)
-        available = serving.memory_bytes(str(options.device))
-        if needed > available:
-            terms = " + ".join(f"{what} {size}" for what, size in self.sizes)
-            raise OptionError(f"memory: expected at most {available} bytes, got {terms} = {needed}")
+        self.host_sizes = [
+            *memory.pinned_plan(extents, chunk, self.dtype),
+            *self.host_image_sizes(),
+        ]
+        self.expect_memory()
+
+    def expect_memory(self) -> None:
+        """Checks both plans against what there is.
+
+        Raises:
+            OptionError: with every term of the sum that does not fit.
+        """
+        device = str(self.options.device)
+        on_host = serving.memory_bytes("cpu")
+        plans = [("memory", self.sizes, serving.memory_bytes(device))]
+        if self.options.device.type == "cpu":
+            plans = [("memory", [*self.sizes, *self.host_sizes], on_host)]
+        else:
+            plans.append(("host memory", self.host_sizes, on_host))
+        for where, sizes, available in plans:
+            refused = memory.refusal(sizes, available, where)
+            if refused is not None:
+                raise OptionError(refused)
+
+    def block_extents(self, row_counts: Sequence[int], columns: int) -> BlockExtents:
+        """How large blocks are, and how many graphs are captured for them."""
+        kinds = [
+            (rows, width)
+            for rows in sorted(set(row_counts))
+            for width in sorted({1, self.width, *self.tree_widths.get(rows, ())})
+        ]
+        # verify for every length of page table, accept and commit
+        lengths = len(table_lengths(-(-self.max_context // PAGE_SIZE), PAGE_SIZE))
+        on_cuda = self.options.device.type == "cuda"
+        return BlockExtents(
+            columns=columns,
+            kinds=kinds,
+            support=max(1, self.draft.selector_top_k),
+            feature_width=len(self.draft.target_layer_ids) * self.config.hidden_size,
+            row_width=self.draft.hidden_size,
+            graph_count=len(kinds) * (lengths + 2) if on_cuda else 0,
+        )
+
+    def state_sizes(self, page_count: int | None, image_count: int) -> memory.Sizes:
+        """What the target's state takes with so many pages and images."""
+        return state_plan(
+            self.config,
+            lanes=self.options.max_concurrency,
+            max_context=self.max_context,
+            width=self.block_width,
+            dtype=self.dtype,
+            block_rows=self.block_rows,
+            page_size=PAGE_SIZE,
+            page_count=page_count,
+            image_count=image_count,
+        )
+
+    def host_image_sizes(self) -> memory.Sizes:
+        """Host memory of checkpoints and paused samples, and of feature rows."""
+        options = self.options
+
+        def taken(pages: int, images: int) -> int:
+            return sum(size for _, size in self.state_sizes(pages, images))
+
+        image_bytes, page_bytes = (taken(*more) - taken(0, 0) for more in ((0, 1), (1, 0)))
+        images, pages = host_room(
+            options.checkpoint_host_mib << 20,
+            image_bytes=image_bytes,
+            page_bytes=page_bytes,
+            device_images=options.checkpoint_slots,
+            longest_pages=-(-self.max_context // PAGE_SIZE),
+        )
+        return [
+            ("host: checkpoints and paused samples", images * image_bytes + pages * page_bytes),
+            ("host: feature rows at most", self.feature_row_bytes(images)),
+        ]
 
     def build(
         self, checkpoint: Checkpoint, draft_checkpoint: Checkpoint, running: Running
     ) -> tuple[Engine, Backend]:
         """Loads weights, allocates state and wires the engine."""
         options = self.options
-        blocks = self.load_blocks(checkpoint, draft_checkpoint)
+        try:
+            blocks = self.load_blocks(checkpoint, draft_checkpoint)
+        except torch.OutOfMemoryError as error:
+            raise OptionError(
+                f"memory: expected room for {memory.arithmetic(self.sizes)} bytes, and others took "
+                f"of it meanwhile or the reserves were too small: {error}"
+            ) from error
         text = Text.load(checkpoint)
         link = DrafterLink(
             options.drafter,
@@ -294,10 +369,6 @@ class Plan:
         )
         state = blocks.target.state
         host = HostImages(state, options.checkpoint_host_mib << 20)
-        self.sizes += [
-            ("host: checkpoints and paused samples", host.byte_count),
-            ("host: feature rows at most", self.feature_row_bytes(host.image_count)),
-        ]
         engine = Engine(
             rounds,
             state,
@@ -363,7 +434,8 @@ class Plan:
             chunk=options.prefill_chunk,
             tree_widths=self.tree_widths,
         )
-        self.sizes += [("sampling tables", tables.byte_count()), *blocks.plan()]
+        # of what was reserved, what was taken
+        self.sizes = list({**dict(self.sizes), **dict(blocks.plan())}.items())
         self.captured = (blocks.replays.graph_count, round(blocks.capture_seconds, 1))
         return blocks
 
@@ -442,7 +514,7 @@ class Plan:
             "max_context": self.max_context,
             "graphs": self.captured[0],
             "capture_seconds": self.captured[1],
-            "mib": {what: round(size / 2**20, 1) for what, size in self.sizes},
+            "mib": {what: round(size / 2**20, 1) for what, size in (*self.sizes, *self.host_sizes)},
         }
 
 

@@ -41,14 +41,13 @@ class HostImages:
         planes = (state.gdn, state.conv_history)
         image_bytes = sum(p[:, 0].nbytes for p in planes) + state.continuation[0].nbytes
         page_bytes = state.key_pages[:, 0].nbytes + state.value_pages[:, 0].nbytes
-        most = _MOST_PER_DEVICE_IMAGE * max(1, state.free_image_count)
-        self.image_count = min(byte_budget // 2 // image_bytes, most)
-        self.page_count = 0
-        if self.image_count:
-            self.page_count = (byte_budget - self.image_count * image_bytes) // page_bytes
-            # no more than all images could fill
-            longest = self.image_count * state.pages_of(state.max_context)
-            self.page_count = min(self.page_count, longest)
+        self.image_count, self.page_count = host_room(
+            byte_budget,
+            image_bytes=image_bytes,
+            page_bytes=page_bytes,
+            device_images=state.free_image_count,
+            longest_pages=state.pages_of(state.max_context),
+        )
         pinned = state.gdn.device.type == "cuda" and self.image_count > 0
 
         def room(like: Tensor, count: int, dim: int) -> Tensor:
@@ -144,6 +143,25 @@ class HostImages:
     def _paged(self) -> tuple[tuple[Tensor, Tensor], ...]:
         state = self._state
         return (self._key_pages, state.key_pages), (self._value_pages, state.value_pages)
+
+
+def host_room(
+    byte_budget: int, *, image_bytes: int, page_bytes: int, device_images: int, longest_pages: int
+) -> tuple[int, int]:
+    """Images and pages that a budget makes: half of it at most goes to states, the rest to pages.
+
+    Args:
+        byte_budget: Host memory that may be taken.
+        image_bytes: Of a state.
+        page_bytes: Of a page, all layers.
+        device_images: Images beside it on the device, which bound those that are of use.
+        longest_pages: Pages of the longest sequence.
+    """
+    most = _MOST_PER_DEVICE_IMAGE * max(1, device_images)
+    images = min(byte_budget // 2 // image_bytes, most)
+    pages = (byte_budget - images * image_bytes) // page_bytes
+    # no more than all images could fill
+    return images, min(pages, images * longest_pages)
 
 
 def _copy(destination: Tensor, source: Tensor) -> None:

@@ -22,6 +22,8 @@ from torch import Tensor
 from kernels.gdn_verify import GdnRecord
 from verifier.config import CONV_TAPS, TargetConfig
 
+PAGE_SIZE = 64  # positions of a KV page
+
 
 @dataclass(eq=False)
 class Residency:
@@ -76,7 +78,7 @@ class TargetState:
         width: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        page_size: int = 64,
+        page_size: int = PAGE_SIZE,
         block_rows: int | None = None,
         page_count: int | None = None,
         image_count: int = 0,
@@ -330,7 +332,7 @@ def state_plan(
     max_context: int,
     width: int,
     dtype: torch.dtype,
-    page_size: int = 64,
+    page_size: int = PAGE_SIZE,
     block_rows: int | None = None,
     page_count: int | None = None,
     image_count: int = 0,
