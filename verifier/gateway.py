@@ -412,6 +412,8 @@ class _Translation:
         self._finished.append(complete)
         if len(self._finished) < self._sample_count:
             return []
+        for message in self._finished:
+            message.complete.prompt_tokens = self._prompt_count
         return sorted(self._finished, key=lambda message: int(message.complete.index))
 
     def _complete(self, index: int, sample: _Sample, finish: pb.Finish) -> Any:

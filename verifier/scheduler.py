@@ -123,8 +123,18 @@ class Engine:
         """Queues the samples of one client request, all or none.
 
         Raises:
-            FaultError: DRAINING, QUEUE_FULL or REQUEST_ID_TAKEN.
+            FaultError: DRAINING, QUEUE_FULL or REQUEST_ID_TAKEN; REQUEST_INVALID for more samples
+                than could ever wait.
         """
+        if len(requests) > self._most_live:
+            raise FaultError(
+                "REQUEST_INVALID",
+                f"n: expected at most {self._most_live}, the samples that may run and wait, "
+                f"got {len(requests)}",
+                field="n",
+                expected=self._most_live,
+                actual=len(requests),
+            )
         with self._lock:
             if self._draining:
                 raise FaultError(
@@ -276,7 +286,11 @@ class Engine:
                     self._rounds.deliver()
                     # a timeout, not only the event: deadlines pass without one
                     self._wake.wait(0.05 if self._live else 1.0)
-            self._end_all(FaultError("DRAINING", "server: stopped before the request ended"))
+            self._end_all(
+                FaultError(
+                    "DRAINING", "server: stopped before the request ended", retry_after_ms=1000
+                )
+            )
 
     def _turn(self) -> bool:
         """One chunk and one round at most; False when there was nothing to run."""

@@ -50,6 +50,7 @@ log = structlog.get_logger("outrider.service")
 _INLINE_BYTES = 8192
 # one thread for all of them: side by side they would starve the engine and multiply their memory
 _LONG_TEXTS = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+_TIMER_SLACK_S = 0.01  # by which gRPC may cancel before a deadline
 # a deadline further away than this is none, seconds
 _FAR = 10 * 365 * 86400.0
 
@@ -196,6 +197,8 @@ def _edge(method: Handler[M, R]) -> Handler[M, R]:
             )
         finally:
             if method.__name__ == "Generate":
+                if ending == "CANCELLED" and _out_of_time(context):
+                    ending = "DEADLINE_EXCEEDED"
                 self.metrics.calls[ending] += 1
         await abort_async(context, fault)
 
@@ -225,6 +228,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Turns readiness off and ends health watches, so that the server can drain."""
         if self.health is not None:
             self.health.close()
+
+    def refused(self, method: str, fault: FaultError) -> None:
+        """Counts a call that the guard ended before it came here."""
+        if method.rpartition("/")[2] == "Generate":
+            self.metrics.calls[fault.code.name] += 1
 
     @property
     def ready(self) -> bool:
@@ -360,7 +368,9 @@ def build_server(
         further: Full names of services that translate to `service`, and what adds each.
         guard: The rules that every call must pass; None lets all callers in.
     """
-    interceptor = (guard or Guard()).asynchronous()
+    guard = guard or Guard()
+    guard.on_refusal = service.refused
+    interceptor = guard.asynchronous()
     server = grpc.aio.server(options=list(options), interceptors=(interceptor,))
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     names = [serving.GENERATION_SERVICE]
@@ -561,6 +571,12 @@ def _require_fitting(size: int) -> None:
             limit=limit,
             actual=size,
         )
+
+
+def _out_of_time(context: grpc.aio.ServicerContext[Any, Any]) -> bool:
+    """Whether a call that was cancelled has come to its deadline, where gRPC cancels it itself."""
+    remaining = context.time_remaining()
+    return remaining is not None and remaining <= _TIMER_SLACK_S
 
 
 def _deadline_ns(context: grpc.aio.ServicerContext[Any, Any], now_ns: int) -> int | None:

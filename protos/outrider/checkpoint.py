@@ -12,9 +12,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 if TYPE_CHECKING:
     import torch
@@ -473,14 +476,18 @@ def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 def bundled(name: str) -> Path:
     """Folder of a bundled checkpoint: "target", "dflash2" or "dflash".
 
-    The models folder lies beside the checkout, or where OUTRIDER_MODELS says.
+    The models folder lies where OUTRIDER_MODELS says, or else in the checkout that this package is
+    part of, or was installed from.
 
     Raises:
-        CheckpointError: it is at neither place.
+        CheckpointError: it is at none of these places.
     """
     chosen = os.environ.get("OUTRIDER_MODELS")
     models = Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "models"
     folder = models / "bundled" / name
+    if not (folder / "config.json").is_file() and not chosen:
+        source = _installed_from()
+        folder = folder if source is None else source / "models" / "bundled" / name
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"bundled checkpoint {name}: expected {folder / 'config.json'}, got nothing there; run "
@@ -488,6 +495,16 @@ def bundled(name: str) -> Path:
             "--target and --draft"
         )
     return folder
+
+
+def _installed_from() -> Path | None:
+    """The folder that this package was installed from; None where it was none or is not known."""
+    try:
+        recorded = distribution("outrider").read_text("direct_url.json")
+        url = urlsplit(json.loads(recorded or "{}").get("url", ""))
+    except (PackageNotFoundError, ValueError):
+        return None
+    return Path(url2pathname(url.path)) if url.scheme == "file" else None
 
 
 def _added_tokens(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,6 +105,9 @@ class Guard:
     Args:
         tokens: Accepted tokens; None accepts every caller.
         streams_per_peer: Most live calls of one peer, by its host.
+
+    Attributes:
+        on_refusal: Told the method and the fault of every call that the rules end.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Guard:
         self._most = streams_per_peer
         self._live: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self.on_refusal: Callable[[str, FaultError], None] = lambda method, fault: None
 
     def sync(self) -> grpc.ServerInterceptor:
         """For `grpc.server`."""
@@ -153,6 +157,23 @@ class Guard:
                 self._live[host] -= 1
                 if not self._live[host]:
                     del self._live[host]
+
+    @contextmanager
+    def admitted(self, method: str, request: object, peer: str) -> Iterator[None]:
+        """A call whose message could be read, counted while it lives.
+
+        Raises:
+            FaultError: REQUEST_INVALID for bytes that are no message; PEER_LIMIT.
+        """
+        with ExitStack() as stack:
+            try:
+                if isinstance(request, _Malformed):
+                    raise _malformed()
+                stack.enter_context(self.entered(peer))
+            except FaultError as fault:
+                self.on_refusal(method, fault)
+                raise
+            yield
 
 
 def host_of(peer: str) -> str:
@@ -220,6 +241,7 @@ class _SyncGuard(grpc.ServerInterceptor):  # type: ignore[misc]
         if refusal is not None:
 
             def refuse(request: Any, context: grpc.ServicerContext) -> NoReturn:
+                self._guard.on_refusal(details.method, refusal)
                 faults.abort(context, refusal)
 
             # unread: what a stranger sends is not worth parsing
@@ -228,18 +250,14 @@ class _SyncGuard(grpc.ServerInterceptor):  # type: ignore[misc]
 
         def one(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                if isinstance(request, _Malformed):
-                    raise _malformed()
-                with guard.entered(context.peer()):
+                with guard.admitted(details.method, request, context.peer()):
                     return behaviour(request, context)
             except FaultError as fault:
                 faults.abort(context, fault)
 
         def many(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                if isinstance(request, _Malformed):
-                    raise _malformed()
-                with guard.entered(context.peer()):
+                with guard.admitted(details.method, request, context.peer()):
                     yield from behaviour(request, context)
             except FaultError as fault:
                 faults.abort(context, fault)
@@ -263,6 +281,7 @@ class _AsyncGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if refusal is not None:
 
             async def refuse(request: Any, context: Any) -> None:
+                self._guard.on_refusal(details.method, refusal)
                 await faults.abort_async(context, refusal)
 
             return _rebuilt(handler, refuse, None)
@@ -270,18 +289,14 @@ class _AsyncGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         async def awaited(request: Any, context: Any) -> Any:
             try:
-                if isinstance(request, _Malformed):
-                    raise _malformed()
-                with guard.entered(context.peer()):
+                with guard.admitted(details.method, request, context.peer()):
                     return await behaviour(request, context)
             except FaultError as fault:
                 await faults.abort_async(context, fault)
 
         async def iterated(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                if isinstance(request, _Malformed):
-                    raise _malformed()
-                with guard.entered(context.peer()):
+                with guard.admitted(details.method, request, context.peer()):
                     async for response in behaviour(request, context):
                         yield response
             except FaultError as fault:

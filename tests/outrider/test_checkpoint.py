@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from outrider import checkpoint as checkpoint_module
 from outrider.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -300,6 +301,39 @@ def test_bundled_folders_are_found_by_variable(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "bundled" / "target").mkdir(parents=True)
     write(tmp_path / "bundled" / "target", "config.json", {})
     assert bundled("target") == tmp_path / "bundled" / "target"
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ('{{"url": "{checkout}", "dir_info": {{}}}}', True),
+        ('{{"url": "https://example.org/outrider.whl"}}', False),
+        ("not JSON", False),
+        (None, False),
+    ],
+    ids=["a folder", "elsewhere", "garbage", "nothing"],
+)
+def test_bundled_folders_are_found_where_the_package_was_installed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str | None, found: bool
+):
+    """`pip install .` copies the package away from its models, and records from where."""
+    checkout, installed = tmp_path / "check out", tmp_path / "site-packages" / "outrider"
+    (checkout / "models" / "bundled" / "target").mkdir(parents=True)
+    write(checkout / "models" / "bundled" / "target", "config.json", {})
+    monkeypatch.delenv("OUTRIDER_MODELS", raising=False)
+    monkeypatch.setattr(checkpoint_module, "__file__", str(installed / "checkpoint.py"))
+    text = None if record is None else record.format(checkout=checkout.as_uri())
+
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            return text if name == "direct_url.json" else None
+
+    monkeypatch.setattr(checkpoint_module, "distribution", lambda name: Distribution())
+    if found:
+        assert bundled("target") == checkout / "models" / "bundled" / "target"
+    else:
+        with pytest.raises(CheckpointError, match="bundled checkpoint target: expected"):
+            bundled("target")
 
 
 @pytest.mark.parametrize(

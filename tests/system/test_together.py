@@ -263,8 +263,11 @@ def test_a_full_queue_refuses_with_advice_and_a_taken_id_is_refused(dense, serve
     with pytest.raises(ClientError, match="REQUEST_ID_TAKEN"):
         client.generate(prompt_ids=prompt(5), request_id="first", **arguments)
     with pytest.raises(ClientError, match="QUEUE_FULL") as refused:
-        client.samples(prompt_ids=prompt(6), n=3, **arguments)
+        client.samples(prompt_ids=prompt(6), n=2, **arguments)
     assert refused.value.retry_after == 1.0
+    with pytest.raises(InvalidRequestError, match=r"n: expected at most 2, .* got 3") as refused:
+        client.samples(prompt_ids=prompt(6), n=3, **arguments)
+    assert (refused.value.reason, refused.value.retry_after) == ("REQUEST_INVALID", None)
     first.cancel()
     pair.expect_idle()
 

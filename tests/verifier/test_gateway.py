@@ -120,6 +120,22 @@ def test_a_stream_is_chunks_with_running_counts_and_an_end_without_ids(stub, own
     assert last.complete.spec_draft_tokens == expected.usage.proposed
 
 
+def test_whichever_sample_ends_first_all_carry_the_prompt_s_count():
+    """Of a text it is known from sample 0's usage alone."""
+    translation = gateway._Translation(0, 3, stream=False)
+    ends = []
+    for index in (2, 0, 1):
+        usage = own_pb.Usage(prompt_tokens=9 if index == 0 else 0, output_tokens=4 + index)
+        finish = own_pb.Finish(reason=own_pb.FINISH_REASON_LENGTH, usage=usage)
+        response = own_pb.GenerateResponse(sample_index=index, token_ids=[7] * (4 + index))
+        response.finish.CopyFrom(finish)
+        ends += translation.messages(response)
+    found = [
+        (e.complete.index, e.complete.prompt_tokens, e.complete.completion_tokens) for e in ends
+    ]
+    assert found == [(0, 9, 4), (1, 9, 5), (2, 9, 6)]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_are_generate_s_by_index_and_each_carries_the_prompt_s_count(stub, own, stream):
     options = {"max_tokens": 12, "temperature": 0.9, "seed": 7, "n": 3}
