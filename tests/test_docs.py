@@ -16,6 +16,7 @@ import pytest
 
 import bench.ops
 import bench.rounds
+import bench.state
 import bench.wire
 import drafter.__main__
 import models.shortlist
@@ -41,6 +42,7 @@ HELP: dict[str, Callable[[], object]] = {
     "verifier": lambda: verifier.options.parse(["--help"]),
     "bench.ops": lambda: bench.ops.main(["--help"]),
     "bench.rounds": lambda: bench.rounds.main(["--help"]),
+    "bench.state": lambda: bench.state.main(["--help"]),
     "bench.wire": lambda: bench.wire.main(["--help"]),
     "models.shortlist": lambda: models.shortlist.main(["--help"]),
     "models.train": lambda: models.train.parse(),
