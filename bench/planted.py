@@ -1,7 +1,8 @@
 """A drafter that knows the future, and errs where it is told to.
 
 It proposes a plain run's own tokens with one of them wrong at a place that moves from round to
-round, so that accepted counts run through 0..K and every number of columns is kept and folded.
+round, so that accepted counts run through 0..K and every number of columns is kept and folded. With
+branches every other row offers the right tokens too, behind the chain, as a tree.
 Whatever it proposes, the output must be the plain run's. Works on the verifier's blocks alone,
 without a service or a draft.
 """
@@ -35,7 +36,7 @@ class Resident:
         self.blocks = blocks
         self.prompt = tuple(prompt)
         self.new_tokens = new_tokens
-        positions = len(prompt) + new_tokens + blocks.width
+        positions = len(prompt) + new_tokens + 2 * blocks.width
         residency = blocks.target.state.acquire(positions)
         assert residency is not None
         self.residency: Residency = residency
@@ -55,11 +56,21 @@ class Resident:
         """Whether all tokens are there."""
         return len(self.output) >= self.new_tokens
 
-    def row(self, proposals: Sequence[int]) -> BlockRow:
-        """The next block's row."""
+    def row(self, proposals: Sequence[int], branch: Sequence[int] = (), at: int = 0) -> BlockRow:
+        """The next block's row; with a branch, a tree that leaves the chain at column ``at``."""
         frontier = len(self.prompt) + len(self.output) - 1
-        tokens = (self.output[-1], *proposals)
-        return BlockRow(self.residency, frontier, len(self.output), tokens)
+        tokens = (self.output[-1], *proposals, *branch)
+        if not branch:
+            return BlockRow(self.residency, frontier, len(self.output), tokens)
+        count = len(proposals)
+        parents = (*range(count), at, *range(count + 1, count + len(branch)))
+        # point masses, over candidates that siblings share
+        ids = torch.tensor([[token, -1] for token in tokens[1:]])
+        ids[at] = ids[count] = torch.tensor([proposals[at], branch[0]])
+        ids[ids < 0] = 0
+        law = ids, (ids == torch.tensor(tokens[1:])[:, None]).float()
+        law[1][:, 1] *= law[1][:, 0] == 0
+        return BlockRow(self.residency, frontier, len(self.output), tokens, *law, parents=parents)
 
     def release(self) -> list[int]:
         """Gives everything back; the output."""
@@ -123,6 +134,7 @@ class Planted:
     outputs: list[list[int]]
     kept_counts: set[int]  # numbers of columns that were kept in some round
     rounds: int
+    moved: int = 0  # columns that were followed off the chain
 
 
 def planted_run(
@@ -133,9 +145,12 @@ def planted_run(
     sampling: Sampling,
     new_tokens: int,
     chunk: int,
+    *,
+    branches: bool = False,
 ) -> Planted:
     """All prompts side by side, against proposals of ``foretold`` with errors planted."""
     kept_counts: set[int] = set()
+    moved = 0
     with torch.inference_mode(), blocks.replays.stream():
         residents = [Resident(blocks, p, sampling, new_tokens, chunk) for p in prompts]
         rounds = 0
@@ -144,10 +159,14 @@ def planted_run(
             for index, resident in active:
                 at = len(resident.output)
                 proposals = list(foretold[index][at : at + draft_tokens])
+                right = tuple(proposals)
                 wrong = (rounds + 3 * index) % (draft_tokens + 1)
                 if wrong < len(proposals):
                     proposals[wrong] = (proposals[wrong] + 1) % blocks.tables.public_vocab
-                rows.append(resident.row(proposals))
+                # a tree's chain is whole
+                grows = branches and (rounds + index) % 2 == 0 and len(right) == draft_tokens
+                branch = right[wrong:] if grows else ()
+                rows.append(resident.row(proposals, branch, wrong))
             block = blocks.verify(rows)
             kept = []
             for (_, resident), licensed in zip(
@@ -156,10 +175,12 @@ def planted_run(
                 assert licensed.finite
                 resident.output += licensed.token_ids
                 kept.append(len(licensed.token_ids))
+                moved += sum(c > draft_tokens for c in licensed.columns)
             blocks.commit(block, kept)
             kept_counts.update(kept)
             rounds += 1
-        return Planted([resident.release() for resident in residents], kept_counts, rounds)
+        outputs = [resident.release() for resident in residents]
+        return Planted(outputs, kept_counts, rounds, moved)
 
 
 def _request(prompt: tuple[int, ...], sampling: Sampling, new_tokens: int) -> Request:

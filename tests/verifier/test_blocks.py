@@ -19,7 +19,7 @@ from outrider.checkpoint import Checkpoint, bundled
 from outrider.pair import TargetFacts
 from tests.tiny_target import TEXT, Variant, save_target
 from verifier.acceptance import SamplingTables
-from verifier.blocks import Blocks, rounded_up, table_lengths
+from verifier.blocks import Blocks, most_columns, rounded_up, table_lengths
 from verifier.config import TargetConfig
 from verifier.features import FeatureRows
 from verifier.projection import Projection
@@ -33,7 +33,11 @@ NEW_TOKENS = 48
 
 
 def make_blocks(
-    folder: Path, taps: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    folder: Path,
+    taps: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    trees: dict[int, tuple[int, ...]] | None = None,
 ) -> Blocks:
     facts = TargetFacts.read(Checkpoint(folder))
     config = TargetConfig.read(facts)
@@ -43,12 +47,13 @@ def make_blocks(
     selected = torch.zeros(hidden, len(taps) * hidden)
     selected[:, :hidden] = torch.eye(hidden)
     projection = Projection(selected.to(device, dtype), torch.ones(hidden, device=device), 1e-6)
-    rows = rounded_up(LANES)
+    width = max([WIDTH, *(w for widths in (trees or {}).values() for w in widths)])
+    rows = -(-most_columns(rounded_up(LANES), WIDTH, trees or {}) // width)
     state = TargetState(
         config,
         lanes=LANES,
         max_context=CONTEXT,
-        width=WIDTH,
+        width=width,
         dtype=dtype,
         device=device,
         block_rows=rows,
@@ -62,6 +67,7 @@ def make_blocks(
         width=WIDTH,
         support=4,
         chunk=CHUNK,
+        tree_widths=trees,
     )
 
 
@@ -88,7 +94,8 @@ def resident_of(blocks: Blocks) -> planted.Resident:
 def tiny(tmp_path_factory) -> Blocks:
     folder = tmp_path_factory.mktemp("target")
     save_target(folder, Variant("dense"))
-    return make_blocks(folder, (0, 2, 3), torch.device("cpu"), torch.float32)
+    trees = dict.fromkeys(range(1, 5), (16,))
+    return make_blocks(folder, (0, 2, 3), torch.device("cpu"), torch.float32, trees)
 
 
 def prompts_of(count: int, vocab: int) -> list[list[int]]:
@@ -105,6 +112,25 @@ def test_planted_proposals_change_no_greedy_token(tiny: Blocks, draft_tokens: in
     together, kept = planted_run(tiny, prompts, foretold, draft_tokens, greedy)
     assert together == foretold
     assert kept == set(range(1, draft_tokens + 2))
+
+
+def branching_run(
+    blocks: Blocks,
+    prompts: Sequence[Sequence[int]],
+    foretold: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> planted.Planted:
+    return planted.planted_run(
+        blocks, prompts, foretold, 7, sampling, NEW_TOKENS, CHUNK, branches=True
+    )
+
+
+def test_branches_change_no_greedy_token(tiny: Blocks):
+    prompts, greedy = prompts_of(4, TEXT["vocab_size"]), planted.GREEDY
+    foretold = [plain_run(tiny, prompt, greedy) for prompt in prompts]
+    run = branching_run(tiny, prompts, foretold, greedy)
+    assert run.outputs == foretold
+    assert run.moved > 20
 
 
 def test_the_next_block_takes_the_records_of_the_one_before(tiny: Blocks):
@@ -147,7 +173,8 @@ def test_table_lengths_grow_up_to_the_whole_table():
 def on_device() -> Blocks:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return make_blocks(bundled("target"), (1, 3, 5), torch.device("cuda"), torch.bfloat16)
+    trees = {1: (12, 16), 2: (16,), 4: (16,), 8: (16,)}
+    return make_blocks(bundled("target"), (1, 3, 5), torch.device("cuda"), torch.bfloat16, trees)
 
 
 def held_out(count: int) -> list[list[int]]:
@@ -176,3 +203,36 @@ def test_on_a_device_seeded_samples_depend_on_no_neighbour(on_device: Blocks):
     # the first row's errors are planted at the same places alone
     alone, _ = planted_run(on_device, prompts[:1], foretold[:1], 7, sampling)
     assert alone[0] == together[0]
+
+
+@pytest.mark.gpu
+def test_on_a_device_branches_change_no_token_of_anybody(on_device: Blocks):
+    prompts, greedy = held_out(8), planted.GREEDY
+    foretold = [plain_run(on_device, prompt, greedy) for prompt in prompts]
+    together = branching_run(on_device, prompts, foretold, greedy)
+    assert together.outputs == foretold
+    assert together.moved > 50
+    for count in (1, 2):
+        alone = branching_run(on_device, prompts[:count], foretold[:count], greedy)
+        assert alone.outputs == foretold[:count]
+        assert alone.moved > 5
+
+
+@pytest.mark.gpu
+def test_on_a_device_seeded_branches_depend_on_no_neighbour(on_device: Blocks):
+    prompts, sampling = held_out(8), Sampling(temperature=0.8, top_p=0.95, seed=11, seed_given=True)
+    foretold = [plain_run(on_device, prompt, sampling) for prompt in prompts]
+    together = branching_run(on_device, prompts, foretold, sampling)
+    # the first row's errors and branches are planted at the same places alone
+    alone = branching_run(on_device, prompts[:1], foretold[:1], sampling)
+    assert alone.outputs[0] == together.outputs[0]
+
+
+@pytest.mark.gpu
+def test_on_a_device_chains_have_the_graphs_they_had(on_device: Blocks):
+    """A round without a tree is not as wide as one with."""
+    with torch.inference_mode(), on_device.replays.stream():
+        resident = resident_of(on_device)
+        assert on_device.verify([resident.row((5, 6))]).buffers.width == WIDTH
+        on_device.replays.wait()
+        resident.release()
