@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
@@ -72,7 +73,12 @@ class Orders:
     @classmethod
     def of(cls, request: Request) -> Orders | None:
         """The orders in a request's id; None where it gives none."""
-        name, _, query = request.request_id.partition("?")
+        return cls._read(request.request_id)
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def _read(cls, request_id: str) -> Orders | None:
+        name, _, query = request_id.partition("?")
         if name != "bench":
             return None
         fields = {name: values[0] for name, values in parse_qs(query).items()}

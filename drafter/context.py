@@ -288,22 +288,20 @@ class ContextMemory:
     def append(self, pieces: Sequence[tuple[Context, int]]) -> Append:
         """Lays out the next rows: (context, row count) for each context, all distinct."""
         window, sequence_cells = self.plan.window, self.plan.pages_per_sequence * PAGE_SIZE
-        # in few calls, whatever the number of contexts: a round waits for it
-        counts = np.array([row_count for _, row_count in pieces])
-        facts = np.array([(context.frontier, context.slot) for context, _ in pieces])
-        frontiers, slots = facts.repeat(counts, axis=0).T
-        ends = counts.cumsum()
-        index = np.arange(ends[-1]) - (ends - counts).repeat(counts)  # within its piece
-        destinations = np.full((3, ends[-1]), -1, dtype=np.int64)
-        positions = destinations[0]
-        np.add(frontiers, index, out=positions)
-        if window:
-            cells = slots * window + positions % window
+        # at most some hundred rows, for which plain numbers are faster than arrays of a few each
+        places: list[int] = []
+        ring_cells: list[int] = []
+        page_cells: list[int] = []
+        for context, row_count in pieces:
+            positions = range(context.frontier, context.frontier + row_count)
+            places += positions
             # a piece longer than the ring keeps only its last S rows
-            kept = index >= (counts - window).repeat(counts)
-            destinations[1] = np.where(kept, cells, -1)
-        if sequence_cells:
-            np.add(slots * sequence_cells, positions, out=destinations[2])
+            lost = max(0, row_count - window)
+            ring_cells += [-1] * lost
+            ring_cells += [context.slot * window + p % window for p in positions[lost:]]
+            begin = context.slot * sequence_cells
+            page_cells += [begin + p for p in positions] if sequence_cells else [-1] * row_count
+        destinations = np.array([places, ring_cells, page_cells], dtype=np.int64)
         return Append(tuple(pieces), torch.from_numpy(destinations))
 
     def rows(

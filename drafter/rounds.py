@@ -21,7 +21,7 @@ from drafter.config import DraftConfig
 from drafter.context import Context, SequenceTable, expect_once
 from drafter.graphs import DraftGraphs, Span
 from drafter.model import ProposalAsk
-from drafter.selector import Proposals, not_finite
+from drafter.selector import Offers, Proposals, not_finite
 from outrider import faults, tensors
 from outrider.faults import FaultError
 from outrider.shared_memory import OfferedMemory
@@ -220,6 +220,7 @@ class DraftRounds:
 
     def _reply_rows(self, drafted: Drafted) -> Iterator[wire.RoundReplyRow]:
         block_row = 0
+        offers = None if drafted.proposals is None else drafted.proposals.offers()
         for row in drafted.rows:
             reply = wire.RoundReplyRow(
                 sequence_id=row.request.sequence_id,
@@ -228,12 +229,11 @@ class DraftRounds:
             )
             if row.fault is not None:
                 reply.fault.CopyFrom(self._status(row.fault))
-            elif row.ask is not None and drafted.proposals is not None:
-                if drafted.proposals.is_finite(block_row):
-                    proposal = _proposal(row.request.proposal, drafted.proposals, block_row)
-                    reply.proposal.CopyFrom(proposal)
+            elif row.ask is not None and offers is not None:
+                if offers.finite[block_row]:
+                    _offer(reply.proposal, row.request.proposal, offers, block_row)
                     self._counters["proposals"] += 1
-                    if proposal.parents:
+                    if reply.proposal.parents:
                         self._counters["trees"] += 1
                 else:
                     reply.fault.CopyFrom(self._status(not_finite(row.request.proposal.frontier)))
@@ -382,19 +382,21 @@ def _elapsed_ns(span: Span | None) -> int:
     return 0 if span is None else span.elapsed_ns()
 
 
-def _proposal(wanted: wire.ProposalRequest, proposals: Proposals, block_row: int) -> wire.Proposal:
-    tokens, candidate_ids, probabilities = proposals.row(block_row, wanted.live)
-    proposal = wire.Proposal(
-        frontier=wanted.frontier,
-        token_ids=tokens.tolist(),
-        parents=proposals.branches(block_row, wanted.live),
-    )
-    if candidate_ids is None or probabilities is None:
+def _offer(
+    proposal: wire.Proposal, wanted: wire.ProposalRequest, offers: Offers, block_row: int
+) -> None:
+    """Fills in what one row is offered."""
+    count = offers.count(block_row, wanted.live)
+    proposal.frontier = wanted.frontier
+    proposal.token_ids.extend(offers.tokens[block_row, :count].tolist())
+    proposal.parents.extend(offers.branches(block_row, wanted.live))
+    if offers.candidate_ids is None or offers.probabilities is None:
         proposal.point_mass.SetInParent()
-    else:
-        proposal.conditional.candidate_ids.CopyFrom(tensors.encode(candidate_ids))
-        proposal.conditional.probabilities.CopyFrom(tensors.encode(probabilities))
-    return proposal
+        return
+    conditional = proposal.conditional
+    ids, q = offers.candidate_ids[block_row, :count], offers.probabilities[block_row, :count]
+    conditional.candidate_ids.CopyFrom(tensors.encode_array(ids))
+    conditional.probabilities.CopyFrom(tensors.encode_array(q))
 
 
 def invalid(name: str, expected: object, actual: object) -> FaultError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from drafter.config import DraftConfig
@@ -35,25 +37,44 @@ class Proposals:
     parents: Tensor | None = None  # [B, N], like the tokens: what each continues; None: no trees
     lines: Tensor | None = None  # [B], like the tokens: live lines; None: P
 
-    def is_finite(self, row: int) -> bool:
-        """Whether a row's proposal may be used."""
-        return bool(self.finite[row])
+    def offers(self) -> Offers:
+        """What was proposed, row by row; in host memory."""
 
-    def row(self, row: int, live: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """One row's live tokens [N] int32, P unless it is a tree, and candidates and q [N, k]."""
-        ids, q = self.candidate_ids, self.probabilities
-        count = live if self.lines is None else int(self.lines[row])
-        return (
-            self.tokens[row, :count].int(),
-            None if ids is None else ids[row, :count].int(),
-            None if q is None else q[row, :count],
+        def integers(values: Tensor | None) -> NDArray[np.int32] | None:
+            return None if values is None else values.int().numpy()
+
+        q = self.probabilities
+        return Offers(
+            self.tokens.int().numpy(),
+            self.finite.tolist(),
+            integers(self.candidate_ids),
+            None if q is None else q.numpy(),
+            integers(self.parents),
+            None if self.lines is None else self.lines.tolist(),
         )
+
+
+@dataclass(frozen=True)
+class Offers:
+    """`Proposals` as arrays in host memory, to be taken row by row."""
+
+    tokens: NDArray[np.int32]
+    finite: list[bool]
+    candidate_ids: NDArray[np.int32] | None
+    probabilities: NDArray[np.float32] | None
+    parents: NDArray[np.int32] | None
+    lines: list[int] | None
+
+    def count(self, row: int, live: int) -> int:
+        """N: P unless the row has a tree."""
+        return live if self.lines is None else self.lines[row]
 
     def branches(self, row: int, live: int) -> list[int]:
         """What each line of a row's tree continues; nothing where it is the path alone."""
-        if self.parents is None or self.lines is None or int(self.lines[row]) <= live:
+        count = self.count(row, live)
+        if self.parents is None or count <= live:
             return []
-        parents: list[int] = self.parents[row, : int(self.lines[row])].tolist()
+        parents: list[int] = self.parents[row, :count].tolist()
         return parents
 
 

@@ -27,7 +27,7 @@ from verifier.drafter_link import DrafterLink
 from verifier.metrics import VerifierMetrics
 from verifier.preview import Preview
 from verifier.proposals import Ask, Drafted
-from verifier.request import Delta, Finish, FinishReason, RoundTrace, TokenOrigin
+from verifier.request import Finish, FinishReason, RoundTrace, TokenLogprobs, TokenOrigin
 from verifier.sequence import Sequence
 from verifier.trees import TreeAsk, Trees, main_chain
 
@@ -84,11 +84,26 @@ class PreviewedBlock:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What was adopted of one row."""
+
+    preview: Preview
+    origins: tuple[TokenOrigin, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    trace: RoundTrace | None  # None where nobody asked, or of a prompt
+
+    def tell(self, row: Sequence, finish: Finish | None) -> None:
+        """Turns it into what the row's client may see of it."""
+        delta = row.session.commit(self.preview, self.origins, self.logprobs, self.trace)
+        row.ticket.publish(delta, finish)
+
+
+@dataclass(frozen=True)
 class CommittedBlock:
     """What was adopted, ready for the clients."""
 
     rows: tuple[Sequence, ...]
-    deltas: tuple[Delta | None, ...]
+    kept: tuple[Kept | None, ...]
     endings: tuple[Finish | FinishReason | FaultError | None, ...]
 
 
@@ -386,21 +401,20 @@ class Rounds:
         ]
         counts = [d.count if isinstance(d, Preview) else 0 for d in decisions]
         self.blocks.commit(licensed.source.block, counts)
-        deltas: list[Delta | None] = []
+        kept: list[Kept | None] = []
         endings: list[Finish | FinishReason | FaultError | None] = []
         for index, (row, preview) in enumerate(zip(rows, decisions, strict=True)):
             if not isinstance(preview, Preview):
-                deltas.append(None)
+                kept.append(None)
                 endings.append(preview)
                 continue
-            delta = self._adopt(licensed, index, preview)
-            deltas.append(delta)
+            kept.append(self._adopt(licensed, index, preview))
             endings.append(
                 Finish(preview.reason, preview.matched, row.usage) if preview.reason else None
             )
-        return CommittedBlock(rows, tuple(deltas), tuple(endings))
+        return CommittedBlock(rows, tuple(kept), tuple(endings))
 
-    def _adopt(self, licensed: LicensedBlock, index: int, preview: Preview) -> Delta | None:
+    def _adopt(self, licensed: LicensedBlock, index: int, preview: Preview) -> Kept:
         """The host's half of commit for one row."""
         row, allowed = licensed.rows[index], licensed.licensed[index]
         drafted = licensed.drafted[index]
@@ -422,12 +436,7 @@ class Rounds:
             trace = None
         row.tokens.extend(token_ids)
         row.usage.output_tokens = row.output_count
-        return row.session.commit(
-            preview,
-            origins=origins_of(drafted, allowed)[:kept],
-            logprobs=allowed.logprobs[:kept],
-            round_trace=trace,
-        )
+        return Kept(preview, origins_of(drafted, allowed)[:kept], allowed.logprobs[:kept], trace)
 
     def _account(
         self, row: Sequence, drafted: Drafted | None, allowed: LicensedRow, kept: int
@@ -469,8 +478,8 @@ class Rounds:
     def publish(self, committed: CommittedBlock) -> None:
         """Publishes what was committed; it reaches the clients with the next `deliver`."""
         now = time.monotonic_ns()
-        for row, delta, ending in zip(
-            committed.rows, committed.deltas, committed.endings, strict=True
+        for row, kept, ending in zip(
+            committed.rows, committed.kept, committed.endings, strict=True
         ):
             if row.usage.output_tokens and not row.usage.ttft_ns:
                 row.usage.ttft_ns = now - row.request.arrival_ns
@@ -478,7 +487,8 @@ class Rounds:
                 row.finished = row.completed = True
                 row.usage.total_ns = now - row.request.arrival_ns
             finish = ending if isinstance(ending, Finish) else None
-            self._outbox.append(partial(row.ticket.publish, delta, finish))
+            if kept is not None:
+                self._outbox.append(partial(kept.tell, row, finish))
             if ending is not None and not isinstance(ending, Finish):
                 self.end(row, ending)
 
@@ -490,8 +500,8 @@ class Rounds:
     def deliver(self) -> None:
         """Tells the clients what was published and what ended.
 
-        Called where the engine waits anyway, for the drafter or the device: it wakes the server's
-        loop, and that takes the interpreter's lock away for a while.
+        Called where the engine waits anyway, for the drafter or the device: it makes the texts, and
+        wakes the server's loop, which takes the interpreter's lock away for a while.
         """
         outbox, self._outbox = self._outbox, []
         for tell in outbox:

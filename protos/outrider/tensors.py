@@ -7,7 +7,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.faults import FaultError
 from outrider.v1 import tensor_pb2
@@ -43,6 +45,13 @@ def encode(tensor: torch.Tensor) -> tensor_pb2.Tensor:
         shape=tensor.shape,
         data=words.numpy(force=True).tobytes(),
     )
+
+
+def encode_array(values: NDArray[np.int32] | NDArray[np.float32]) -> tensor_pb2.Tensor:
+    """The message of an int32 or float32 array, which is made faster than a tensor's."""
+    is_integer = values.dtype == np.int32
+    dtype = tensor_pb2.DTYPE_INT32 if is_integer else tensor_pb2.DTYPE_FLOAT32
+    return tensor_pb2.Tensor(dtype=dtype, shape=values.shape, data=values.tobytes())
 
 
 def decode(

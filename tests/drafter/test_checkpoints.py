@@ -46,7 +46,7 @@ def context_with(drafting, features, rows: int, seed: int = 0) -> Context:
 def proposals(drafting, context: Context) -> tuple[list[int], torch.Tensor]:
     block = drafting.block(ProposalAsk(context, 5, 7, 0.0, 1))
     hidden = drafting.model.draft_block(block)
-    return drafting.selector.select(hidden, block).row(0, 7)[0].tolist(), hidden
+    return drafting.selector.select(hidden, block).tokens[0, :7].tolist(), hidden
 
 
 def spoil(cells: ContextCells, slots: range, plan) -> None:

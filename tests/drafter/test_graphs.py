@@ -73,9 +73,10 @@ def drafted(graphs: DraftGraphs, asks) -> list[list[torch.Tensor | None]]:
     """Each ask's tokens, candidates and q."""
     with graphs.stream():
         proposals, _ = graphs.draft(asks)
-    assert all(proposals.is_finite(row) for row in range(len(asks)))
+    assert all(proposals.finite.tolist()[: len(asks)])
+    parts = (proposals.tokens, proposals.candidate_ids, proposals.probabilities)
     return [
-        [None if part is None else part.clone() for part in proposals.row(row, ask.live)]
+        [None if part is None else part[row, : ask.live].clone() for part in parts]
         for row, ask in enumerate(asks)
     ]
 

@@ -119,7 +119,10 @@ def test_proposals_cross_the_wire_as_they_were_drawn(running, load, features, dr
         drafting.append((context, piece))
     block = drafting.block(ProposalAsk(context, 9, 5, 0.8, 2**64 - 3))
     drawn = drafting.selector.select(drafting.model.draft_block(block), block)
-    tokens, candidate_ids, probabilities = drawn.row(0, 5)
+    tokens, candidate_ids, probabilities = (
+        None if part is None else part[0, :5]
+        for part in (drawn.tokens, drawn.candidate_ids, drawn.probabilities)
+    )
     proposal = reply.rows[0].proposal
     assert reply.rows[0].context_frontier == proposal.frontier == 30
     assert list(proposal.token_ids) == tokens.tolist()

@@ -19,7 +19,7 @@ from outrider.v1 import draft_service_pb2_grpc
 from verifier.draft_context import Context
 from verifier.drafter_link import DrafterLink
 from verifier.drafter_stream import Arrived
-from verifier.proposals import Ask, decode_proposal
+from verifier.proposals import Ask, decode_proposals
 
 K, S, WIDTH = 3, 8, 6
 Answer = Callable[[wire.DraftRoundsRequest], "wire.DraftRoundsResponse | None"]
@@ -469,11 +469,36 @@ def conditional(q: list[list[float]], ids: list[list[int]], tokens: list[int]) -
     )
 
 
+def asking(live: int) -> Ask:
+    return Ask(Context(1), live, frontier=0, anchor=0, temperature=1.0, seed=0)
+
+
 def test_q_arrives_bit_for_bit():
     q = torch.softmax(torch.tensor([[10.0, 10.02], [0.1, 3.0]]), 1)
-    drafted = decode_proposal(conditional(q.tolist(), [[1, 2], [3, 4]], [2, 3]), 2, 100)
+    proposal = conditional(q.tolist(), [[1, 2], [3, 4]], [2, 3])
+    (drafted,) = decode_proposals([(proposal, asking(2))], 100)
     assert torch.equal(drafted.probabilities, q)
-    assert torch.equal(drafted.candidate_ids, torch.tensor([[1, 2], [3, 4]]))
+    assert torch.equal(drafted.candidate_ids, torch.tensor([[1, 2], [3, 4]]).int())
+
+
+def test_an_unsound_proposal_takes_no_other_along():
+    sound = conditional([[0.5, 0.5]], [[1, 2]], [1])
+    unsound = conditional([[0.5, 0.4]], [[1, 2]], [1])
+    wide = conditional([[0.5, 0.25, 0.25]], [[1, 2, 3]], [3])
+    malformed = conditional([[0.5, 0.5]], [[1, 2]], [1])
+    malformed.conditional.probabilities.data = b"1234567"
+    point = wire.Proposal(token_ids=[7], point_mass=wire.PointMass())
+    offered = [(each, asking(1)) for each in (sound, unsound, wide, malformed, point, sound)]
+    outcomes = decode_proposals(offered, 100)
+    assert [o.reason if isinstance(o, FaultError) else o.token_ids for o in outcomes] == [
+        (1,),
+        "PROPOSAL_INVALID",
+        (3,),
+        "TENSOR_SHAPE",
+        (7,),
+        (1,),
+    ]
+    assert decode_proposals([], 100) == []
 
 
 @pytest.mark.parametrize(
@@ -490,8 +515,9 @@ def test_q_arrives_bit_for_bit():
     ],
 )
 def test_a_law_that_cannot_be_what_was_drawn_from_is_refused(q, ids, tokens):
-    with pytest.raises(FaultError, match="PROPOSAL_INVALID"):
-        decode_proposal(conditional(q, ids, tokens), 1, 100)
+    (outcome,) = decode_proposals([(conditional(q, ids, tokens), asking(1))], 100)
+    assert isinstance(outcome, FaultError)
+    assert outcome.reason == "PROPOSAL_INVALID"
 
 
 # ---- a drafter that comes back ----------------------------------------------------------------
