@@ -393,6 +393,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(about)
     report = Report(arguments.json, about)
     device = torch.device(arguments.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as the services do
     pair = Pair.of(arguments.geometry, arguments.geometry_draft)
     chunk = arguments.chunk or PREFILL_CHUNK[device.type]
     parts: dict[str, Callable[[], Iterable[Row]]] = {

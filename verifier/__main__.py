@@ -32,7 +32,7 @@ from verifier.checkpoints import Checkpoints
 from verifier.config import TargetConfig
 from verifier.draft_policy import DraftPolicy
 from verifier.drafter_link import DrafterLink
-from verifier.host_images import HostImages, host_room
+from verifier.host_images import STAGED_PAGES, HostImages, host_room
 from verifier.memory import BlockExtents
 from verifier.metrics import VerifierMetrics
 from verifier.options import DEFAULT_CONTEXT, OptionError, VerifierOptions, parse
@@ -244,18 +244,17 @@ class Plan:
             )
         extents = self.block_extents(row_counts, columns)
         chunk = options.prefill_chunk
+        staged, on_host = self.host_image_sizes()
         self.sizes = [
             *weight_plan(target, config, self.dtype),
             *projection_plan(draft, self.dtype),
             *self.state_sizes(options.kv_pages, options.checkpoint_slots),
             *memory.sampling_plan(lanes, config.vocab_size),
             *memory.block_plan(config, extents, self.dtype),
+            *staged,
             *memory.reserves(config, extents, chunk, self.dtype),
         ]
-        self.host_sizes = [
-            *memory.pinned_plan(extents, chunk, self.dtype),
-            *self.host_image_sizes(),
-        ]
+        self.host_sizes = [*memory.pinned_plan(extents, chunk, self.dtype), *on_host]
         self.expect_memory()
 
     def expect_memory(self) -> None:
@@ -309,8 +308,8 @@ class Plan:
             image_count=image_count,
         )
 
-    def host_image_sizes(self) -> memory.Sizes:
-        """Host memory of checkpoints and paused samples, and of feature rows."""
+    def host_image_sizes(self) -> tuple[memory.Sizes, memory.Sizes]:
+        """What checkpoints and paused samples in host memory take: on the device, on the host."""
         options = self.options
 
         def taken(pages: int, images: int) -> int:
@@ -324,7 +323,7 @@ class Plan:
             device_images=options.checkpoint_slots,
             longest_pages=-(-self.max_context // PAGE_SIZE),
         )
-        return [
+        return [("staged pages", min(STAGED_PAGES, pages) * page_bytes)], [
             ("host: checkpoints and paused samples", images * image_bytes + pages * page_bytes),
             ("host: feature rows at most", self.feature_row_bytes(images)),
         ]

@@ -1,8 +1,10 @@
 """State images in host memory: checkpoints that the device has no room for, and paused requests.
 
 The memory is made at start, pinned where the state is on CUDA, and cut into images and pages like
-the device's. Copies are queued on the stream that everything else runs on: what was launched before
-them is in them, and what is launched later finds them done.
+the device's, but that all layers of a page lie together: pages lie anywhere, on both sides, and a
+copy for each layer of each would hold the engine for longer than the bytes take. They are gathered
+a few at a time, in memory that is made for it. Copies are queued on the stream that everything else
+runs on: what was launched before them is in them, and what is launched later finds them done.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from verifier.state import Residency, StateImage, TargetState
 
 # host images that an image on the device may have behind it, however large the budget is
 _MOST_PER_DEVICE_IMAGE = 64
+STAGED_PAGES = 16  # gathered at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +53,20 @@ class HostImages:
         )
         pinned = state.gdn.device.type == "cuda" and self.image_count > 0
 
-        def room(like: Tensor, count: int, dim: int) -> Tensor:
-            shape = list(like.shape)
-            shape[dim] = count
+        def room(*shape: int, like: Tensor) -> Tensor:
             return torch.zeros(shape, dtype=like.dtype, pin_memory=pinned)
 
-        self._gdn = room(state.gdn, self.image_count, 1)
-        self._conv_history = room(state.conv_history, self.image_count, 1)
-        self._continuation = room(state.continuation, self.image_count, 0)
-        self._key_pages = room(state.key_pages, self.page_count, 1)
-        self._value_pages = room(state.value_pages, self.page_count, 1)
+        def image_room(plane: Tensor) -> Tensor:
+            return room(plane.shape[0], self.image_count, *plane.shape[2:], like=plane)
+
+        self._gdn = image_room(state.gdn)
+        self._conv_history = image_room(state.conv_history)
+        hidden = state.continuation
+        self._continuation = room(self.image_count, hidden.shape[1], like=hidden)
+        self._paged = tuple(
+            _PagedPlane(plane, room(self.page_count, plane.shape[0], *plane.shape[2:], like=plane))
+            for plane in (state.key_pages, state.value_pages)
+        )
         self._free_images = list(reversed(range(self.image_count)))
         self._free_pages = list(reversed(range(self.page_count)))
 
@@ -70,9 +77,13 @@ class HostImages:
             self._gdn.nbytes
             + self._conv_history.nbytes
             + self._continuation.nbytes
-            + self._key_pages.nbytes
-            + self._value_pages.nbytes
+            + sum(plane.host.nbytes for plane in self._paged)
         )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Device memory taken, for pages on their way."""
+        return sum(plane.staged.nbytes for plane in self._paged)
 
     @property
     def free_image_count(self) -> int:
@@ -103,11 +114,8 @@ class HostImages:
             for layer in range(len(ours)):
                 _copy(ours[layer, stored.index], theirs[layer, image.state_slot])
         _copy(self._continuation[stored.index], state.continuation[image.line])
-        for ours, theirs in self._paged():
-            for run, count in _runs(pages, image.pages):
-                for layer in range(len(ours)):
-                    ours_run = ours[layer, run[0] : run[0] + count]
-                    _copy(ours_run, theirs[layer, run[1] : run[1] + count])
+        for plane in self._paged:
+            plane.store(pages, image.pages)
         return stored
 
     def load(self, stored: HostImage, residency: Residency, position_count: int) -> bool:
@@ -124,11 +132,8 @@ class HostImages:
             for layer in range(len(ours)):
                 _copy(theirs[layer, residency.state_slot], ours[layer, stored.index])
         _copy(state.continuation[residency.lane], self._continuation[stored.index])
-        for ours, theirs in self._paged():
-            for run, count in _runs(stored.pages, residency.pages):
-                for layer in range(len(ours)):
-                    theirs_run = theirs[layer, run[1] : run[1] + count]
-                    _copy(theirs_run, ours[layer, run[0] : run[0] + count])
+        for plane in self._paged:
+            plane.load(stored.pages, residency.pages)
         return True
 
     def forget(self, stored: HostImage) -> None:
@@ -140,9 +145,44 @@ class HostImages:
         state = self._state
         return (self._gdn, state.gdn), (self._conv_history, state.conv_history)
 
-    def _paged(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        state = self._state
-        return (self._key_pages, state.key_pages), (self._value_pages, state.value_pages)
+
+class _PagedPlane:
+    """Keys or values of all pages, here and on the device.
+
+    Args:
+        device_pages: [Lf, pages, page, Hkv, D], the state's.
+        host: [pages, Lf, page, Hkv, D].
+    """
+
+    def __init__(self, device_pages: Tensor, host: Tensor) -> None:
+        self.host = host
+        self._by_page = device_pages.transpose(0, 1)
+        count = min(STAGED_PAGES, len(host))
+        self.staged = torch.empty(
+            (count, *host.shape[1:]), dtype=host.dtype, device=device_pages.device
+        )
+
+    def store(self, ours: Sequence[int], theirs: Sequence[int]) -> None:
+        """Copies pages of the device here."""
+        for first, places in self._batches(theirs):
+            staged = self.staged[: len(places)]
+            torch.index_select(self._by_page, 0, places, out=staged)
+            for start, page, count in _runs(ours[first : first + len(places)]):
+                _copy(self.host[page : page + count], staged[start : start + count])
+
+    def load(self, ours: Sequence[int], theirs: Sequence[int]) -> None:
+        """Copies pages from here to the device."""
+        for first, places in self._batches(theirs[: len(ours)]):
+            staged = self.staged[: len(places)]
+            for start, page, count in _runs(ours[first : first + len(places)]):
+                _copy(staged[start : start + count], self.host[page : page + count])
+            self._by_page.index_copy_(0, places, staged)
+
+    def _batches(self, pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """As many pages at a time as are staged: the first one's number, and where they lie."""
+        places = torch.tensor(pages, dtype=torch.int64).to(self.staged.device)
+        for first in range(0, len(pages), STAGED_PAGES):
+            yield first, places[first : first + STAGED_PAGES]
 
 
 def host_room(
@@ -169,15 +209,10 @@ def _copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
-def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Pairs of pages, joined where both sides go on consecutively: ((first, second), count)."""
-    start, count = (0, 0), 0
-    for pair in zip(first, second, strict=False):
-        if count and pair == (start[0] + count, start[1] + count):
-            count += 1
-            continue
-        if count:
-            yield start, count
-        start, count = pair, 1
-    if count:
-        yield start, count
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where pages follow each other: (number of the first, that page, how many)."""
+    start = 0
+    for number in range(1, len(pages) + 1):
+        if number == len(pages) or pages[number] != pages[number - 1] + 1:
+            yield start, pages[start], number - start
+            start = number

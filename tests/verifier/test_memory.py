@@ -83,6 +83,7 @@ def test_what_is_allocated_was_planned(tiny, kind, trees):
                 blocks._of(rows, width)
         taken = dict([*state.plan(), *blocks.plan()])
         taken["sampling tables"] = blocks.tables.byte_count()
+        taken["staged pages"] = engine._host.staged_bytes
         taken["host: checkpoints and paused samples"] = engine._host.byte_count
         taken["host: feature rows on their way"] = blocks.host_features.nbytes
     assert taken.pop("graphs") == 0
