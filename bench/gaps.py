@@ -78,9 +78,9 @@ def install(events: Events) -> None:
 
     class NotingRounds(Rounds):
         def publish(self, committed: Any) -> None:
-            for row, delta in zip(committed.rows, committed.deltas, strict=True):
-                if delta is not None and delta.token_ids:
-                    self._noted.append((row.request.request_id, len(delta.token_ids)))
+            for row, kept in zip(committed.rows, committed.kept, strict=True):
+                if kept is not None:
+                    self._noted.append((row.request.request_id, kept.preview.count))
             super().publish(committed)
 
         def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -37,6 +37,7 @@ import verifier.__main__ as verifier_main
 from bench.bandwidth import read_bandwidth
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import LicensedRow
+from verifier.blocks import BlockTimes
 from verifier.drafter_link import DrafterLink
 from verifier.proposals import Drafted, Exchange
 from verifier.request import Request
@@ -166,6 +167,44 @@ class OrderedTrees:
         return {}
 
 
+@dataclass(frozen=True)
+class RoundRun:
+    """What a round left, by reference."""
+
+    cell: str
+    arrival_ns: int
+    started_ns: int
+    ended_ns: int
+    frontiers: list[int]
+    block: LicensedBlock
+    times: BlockTimes
+    waited_ns: int
+    sent: tuple[wire.RoundRow, ...]
+    reply: wire.RoundReply | None
+    verbs_ns: dict[str, int]
+
+    def line(self) -> dict[str, Any]:
+        """As a record."""
+        reply, drafted = self.reply, self.block.drafted
+        return {
+            "cell": self.cell,
+            "arrival_ns": self.arrival_ns,
+            "started_ns": self.started_ns,
+            "ended_ns": self.ended_ns,
+            "frontiers": self.frontiers,
+            "proposed": [0 if each is None else len(each.token_ids) for each in drafted],
+            "accepted": [row.accepted for row in self.block.licensed],
+            "verify_ns": self.times.verify_ns,
+            "previous_commit_ns": self.times.commit_ns,
+            "waited_ns": self.waited_ns,
+            "draft_ns": 0 if reply is None else reply.draft_ns + reply.materialize_ns,
+            "service_ns": 0 if reply is None else reply.service_ns,
+            "sent": self.sent,
+            "received": () if reply is None else (reply,),
+            "verbs_ns": self.verbs_ns,
+        }
+
+
 class MeasuredRounds(Rounds):
     """Rounds that follow `Orders` and leave a record each."""
 
@@ -176,6 +215,8 @@ class MeasuredRounds(Rounds):
         super().__init__(*arguments, **options)
         self._begun: set[str] = set()
         self._verbs = dict.fromkeys(VERBS, 0)
+        self._block: LicensedBlock | None = None  # of the last round, as commit saw it
+        self._rounds_run: list[RoundRun] = []
         self._features: torch.Tensor | None = None
         if self.trees is not None:
             self.trees = OrderedTrees(self.trees.widths)
@@ -232,45 +273,47 @@ class MeasuredRounds(Rounds):
             time.sleep(HOLD_S)
             return
         self._begun.add(orders.cell)
-        before = [row.frontier for row in rows]
-        proposed = [row.usage.proposed for row in rows]
-        accepted = [row.usage.accepted for row in rows]
+        frontiers = [row.frontier for row in rows]
         self.link.sent, self.link.reply, self.link.waited_ns = (), None, 0
         if isinstance(self.trees, OrderedTrees):
             self.trees.ordered = orders.columns
         started = time.monotonic_ns()
         super().run(rows)
-        self._record(
-            cell=orders.cell,
-            arrival_ns=min(row.request.arrival_ns for row in rows),
-            started_ns=started,
-            ended_ns=time.monotonic_ns(),
-            frontiers=before,
-            proposed=[row.usage.proposed - n for row, n in zip(rows, proposed, strict=True)],
-            accepted=[row.usage.accepted - n for row, n in zip(rows, accepted, strict=True)],
+        assert self._block is not None
+        # lines are made of it later, under the device's work: here it would be a part of the round
+        self._rounds_run.append(
+            RoundRun(
+                orders.cell,
+                min(row.request.arrival_ns for row in rows),
+                started,
+                time.monotonic_ns(),
+                frontiers,
+                self._block,
+                self.blocks.times,
+                self.link.waited_ns,
+                self.link.sent,
+                self.link.reply,
+                self._verbs.copy(),
+            )
         )
         if all(row.finished for row in rows):
+            self._note()
             self.records.add(cell=orders.cell, ended=True)
             self.records.flush()
+
+    def deliver(self) -> None:
+        """See `Rounds`."""
+        super().deliver()
+        self._note()
+
+    def _note(self) -> None:
+        for run in self._rounds_run:
+            self.records.add(**run.line(), row_bytes=self.link.row_bytes)
+        self._rounds_run.clear()
 
     def _gathered(self, rows: Sequence[Row], wanted: int) -> bool:
         caught_up = all(r.context is None or not self.link.has_backlog(r.context) for r in rows)
         return len(rows) >= wanted and caught_up
-
-    def _record(self, **values: Any) -> None:
-        times, sent, reply = self.blocks.times, self.link.sent, self.link.reply
-        self.records.add(
-            **values,
-            verify_ns=times.verify_ns,
-            previous_commit_ns=times.commit_ns,
-            waited_ns=self.link.waited_ns,
-            draft_ns=0 if reply is None else reply.draft_ns + reply.materialize_ns,
-            service_ns=0 if reply is None else reply.service_ns,
-            sent=sent,
-            row_bytes=self.link.row_bytes,
-            received=() if reply is None else (reply,),
-            verbs_ns=dict(self._verbs),
-        )
 
     def draft(self, rows: tuple[Row, ...]) -> Proposal:
         """See `Rounds`."""
@@ -308,7 +351,8 @@ class MeasuredRounds(Rounds):
             simulated(allowed, drafted, Orders.of(row.request))
             for allowed, drafted, row in zip(block.licensed, block.drafted, block.rows, strict=True)
         ]
-        return replace(block, licensed=tuple(licensed))
+        self._block = replace(block, licensed=tuple(licensed))
+        return self._block
 
 
 def simulated(allowed: LicensedRow, drafted: Drafted | None, orders: Orders | None) -> LicensedRow:

@@ -528,6 +528,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"verifier: {error}", file=sys.stderr)
         return 2
+    serving.spare_what_is_loaded()
     serving.announce_ready(running.address)
     termination.wait()
     running.stop()

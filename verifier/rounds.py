@@ -27,7 +27,7 @@ from verifier.drafter_link import DrafterLink
 from verifier.metrics import VerifierMetrics
 from verifier.preview import Preview
 from verifier.proposals import Ask, Drafted
-from verifier.request import Finish, FinishReason, RoundTrace, TokenLogprobs, TokenOrigin
+from verifier.request import Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
 from verifier.trees import TreeAsk, Trees, main_chain
 
@@ -88,14 +88,15 @@ class Kept:
     """What was adopted of one row."""
 
     preview: Preview
-    origins: tuple[TokenOrigin, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    trace: RoundTrace | None  # None where nobody asked, or of a prompt
+    first: int  # F as it was
+    licensed: LicensedRow
+    drafted: Drafted | None
+    is_round: bool  # not a prompt's first token
 
-    def tell(self, row: Sequence, finish: Finish | None) -> None:
-        """Turns it into what the row's client may see of it."""
-        delta = row.session.commit(self.preview, self.origins, self.logprobs, self.trace)
-        row.ticket.publish(delta, finish)
+    @property
+    def accepted(self) -> int:
+        """Proposals among what was adopted."""
+        return min(self.licensed.accepted, self.preview.count)
 
 
 @dataclass(frozen=True)
@@ -417,63 +418,26 @@ class Rounds:
     def _adopt(self, licensed: LicensedBlock, index: int, preview: Preview) -> Kept:
         """The host's half of commit for one row."""
         row, allowed = licensed.rows[index], licensed.licensed[index]
-        drafted = licensed.drafted[index]
-        kept = preview.count
-        token_ids = allowed.token_ids[:kept]
-        first = row.frontier
-        plain = drafted is None and self.wanted(row) > 0
-        if isinstance(licensed.source, VerifiedBlock):
+        drafted, first = licensed.drafted[index], row.frontier
+        is_round = isinstance(licensed.source, VerifiedBlock)
+        kept = Kept(preview, first, allowed, drafted, is_round)
+        if is_round:
             if drafted is None:
                 self.metrics.plain[self._plain_cause(row)] += 1
-            row.frontier += kept
-            if row.context is not None:
-                features = self.blocks.features(licensed.source.block, index, kept)
-                self.link.extend(row.context, first, features)
-            row.usage.plain_rounds += plain
+                row.usage.plain_rounds += self.wanted(row) > 0
             row.usage.undrafted_rounds += self._undrafted and self.allowed(row) > 0
-            trace = self._account(row, drafted, allowed, kept)
-        else:
-            trace = None
-        row.tokens.extend(token_ids)
+            row.frontier += preview.count
+            if row.context is not None:
+                features = self.blocks.features(licensed.source.block, index, preview.count)
+                self.link.extend(row.context, first, features)
+            # what chooses for the next round learns at once
+            if self.policy is not None and drafted is not None:
+                self.policy.committed(row, kept.accepted)
+            if self.trees is not None and drafted is not None:
+                self.trees.committed(drafted.nodes, allowed.branch)
+        row.tokens.extend(preview.token_ids)
         row.usage.output_tokens = row.output_count
-        return Kept(preview, origins_of(drafted, allowed)[:kept], allowed.logprobs[:kept], trace)
-
-    def _account(
-        self, row: Sequence, drafted: Drafted | None, allowed: LicensedRow, kept: int
-    ) -> RoundTrace | None:
-        usage, first = row.usage, row.frontier - kept
-        accepted, columns = min(allowed.accepted, kept), allowed.columns[:kept]
-        proposed = drafted.token_ids if drafted is not None else ()
-        usage.rounds += 1
-        usage.proposed += len(proposed)
-        if drafted is not None and drafted.parents:
-            side = len(columns) - main_chain(columns)
-            usage.tree_rounds += 1
-            usage.tree_columns += len(proposed) + 1
-            usage.side_accepted += side
-            self.metrics.tree_committed(len(proposed), accepted, kept, side, self.draft_tokens)
-        else:
-            self.metrics.row_committed(len(proposed), accepted, kept)
-        if self.policy is not None and proposed:
-            self.policy.committed(row, accepted)
-        if self.trees is not None and drafted is not None:
-            self.trees.committed(drafted.nodes, allowed.branch)
-        usage.accepted += accepted
-        for position in range(accepted):
-            usage.accepted_per_position[position] += 1
-        log.debug(
-            "round_committed",
-            request_id=row.request.request_id,
-            sample=row.request.sample_index,
-            frontier=first,
-            proposed=len(proposed),
-            accepted=accepted,
-            committed=kept,
-        )
-        if not row.request.return_rounds:
-            return None
-        parents = drafted.parents if drafted is not None else ()
-        return RoundTrace(first, proposed, accepted, kept, parents, columns)
+        return kept
 
     def publish(self, committed: CommittedBlock) -> None:
         """Publishes what was committed; it reaches the clients with the next `deliver`."""
@@ -488,9 +452,52 @@ class Rounds:
                 row.usage.total_ns = now - row.request.arrival_ns
             finish = ending if isinstance(ending, Finish) else None
             if kept is not None:
-                self._outbox.append(partial(kept.tell, row, finish))
+                self._outbox.append(partial(self._tell, row, kept, finish))
             if ending is not None and not isinstance(ending, Finish):
                 self.end(row, ending)
+
+    def _tell(self, row: Sequence, kept: Kept, finish: Finish | None) -> None:
+        """Accounts for what was kept and turns it into what the row's client may see."""
+        count = kept.preview.count
+        trace = self._account(row, kept) if kept.is_round else None
+        delta = row.session.commit(
+            kept.preview,
+            origins_of(kept.drafted, kept.licensed)[:count],
+            kept.licensed.logprobs[:count],
+            trace,
+        )
+        row.ticket.publish(delta, finish)
+
+    def _account(self, row: Sequence, kept: Kept) -> RoundTrace | None:
+        usage, drafted, accepted = row.usage, kept.drafted, kept.accepted
+        count, columns = kept.preview.count, kept.licensed.columns[: kept.preview.count]
+        proposed = drafted.token_ids if drafted is not None else ()
+        usage.rounds += 1
+        usage.proposed += len(proposed)
+        if drafted is not None and drafted.parents:
+            side = len(columns) - main_chain(columns)
+            usage.tree_rounds += 1
+            usage.tree_columns += len(proposed) + 1
+            usage.side_accepted += side
+            self.metrics.tree_committed(len(proposed), accepted, count, side, self.draft_tokens)
+        else:
+            self.metrics.row_committed(len(proposed), accepted, count)
+        usage.accepted += accepted
+        for position in range(accepted):
+            usage.accepted_per_position[position] += 1
+        log.debug(
+            "round_committed",
+            request_id=row.request.request_id,
+            sample=row.request.sample_index,
+            frontier=kept.first,
+            proposed=len(proposed),
+            accepted=accepted,
+            committed=count,
+        )
+        if not row.request.return_rounds:
+            return None
+        parents = drafted.parents if drafted is not None else ()
+        return RoundTrace(kept.first, proposed, accepted, count, parents, columns)
 
     def end(self, row: Sequence, outcome: FinishReason | FaultError) -> None:
         """Ends a row before its time; its client hears of it after everything published before."""
@@ -500,8 +507,9 @@ class Rounds:
     def deliver(self) -> None:
         """Tells the clients what was published and what ended.
 
-        Called where the engine waits anyway, for the drafter or the device: it makes the texts, and
-        wakes the server's loop, which takes the interpreter's lock away for a while.
+        Called where the engine waits anyway, for the drafter or the device, and before anything is
+        previewed again: it accounts, makes the texts and wakes the server's loop, which takes the
+        interpreter's lock away for a while.
         """
         outbox, self._outbox = self._outbox, []
         for tell in outbox:

@@ -15,6 +15,7 @@ from tests.tiny_target import Variant, save_target
 from tests.verifier.test_blocks import make_blocks
 from verifier import proposals
 from verifier.blocks import BlockRow, Blocks, most_columns
+from verifier.draft_context import Context
 from verifier.trees import (
     ListedTrees,
     TreeAsk,
@@ -100,13 +101,21 @@ def grown(temperature: float, seed: int):
 ASKED = TreeAsk(NODES, PATHS)
 
 
+def decoded(message, tree):
+    ask = proposals.Ask(Context(1), K, 10, anchor=0, temperature=1.0, seed=0, tree=tree)
+    (outcome,) = proposals.decode_proposals([(message, ask)], VOCAB)
+    if isinstance(outcome, FaultError):
+        raise outcome
+    return outcome
+
+
 def decode(tokens, parents, ids, q, tree=ASKED):
     message = wire.Proposal(
         frontier=10, token_ids=tokens.tolist(), parents=[int(p) % (1 << 32) for p in parents]
     )
     message.conditional.candidate_ids.CopyFrom(tensors.encode(ids.int()))
     message.conditional.probabilities.CopyFrom(tensors.encode(q))
-    return proposals.decode_proposal(message, K, VOCAB, tree)
+    return decoded(message, tree)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -117,7 +126,7 @@ def test_what_the_drafter_grows_is_let_in(temperature, seed):
     assert drafted.token_ids == tuple(tokens.tolist())
     assert drafted.parents == tuple(parents.tolist())
     assert drafted.nodes == NODES
-    assert torch.equal(drafted.candidate_ids, ids)
+    assert torch.equal(drafted.candidate_ids, ids.int())
     assert torch.equal(drafted.probabilities, q)
     deepest = [*range(1, K + 1)]
     assert drafted.ends_at(K, tuple(deepest))
@@ -205,7 +214,7 @@ def test_lines_and_parents_must_be_as_many():
     message = wire.Proposal(frontier=10, token_ids=tokens.tolist(), parents=parents.tolist())
     message.point_mass.SetInParent()
     with pytest.raises(FaultError, match="expected a chain, got a tree"):
-        proposals.decode_proposal(message, K, VOCAB, TreeAsk(NODES, PATHS))
+        decoded(message, ASKED)
 
 
 def test_a_chain_is_an_answer_to_a_tree_that_was_asked_for():
