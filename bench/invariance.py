@@ -2,9 +2,10 @@
 
 ``python -m bench.invariance --device cuda`` serves the bundled pair, once for each of two block
 widths, and compares greedy outputs with drafting off and on, at several K, in company and alone,
-and twice; then seeded samples in company, alone and twice at the same K. With ``--target FOLDER``
-it then loads that geometry with drawn weights and plants errors in a plain run's own tokens, so
-that every accepted count occurs. It prints one line a comparison and exits 1 when a token differs.
+and twice; then seeded samples in company, alone and twice at the same K; and both over trees. With
+``--target FOLDER`` it then loads that geometry with drawn weights and plants errors in a plain
+run's own tokens, and branches around some of them, so that every accepted count occurs. It prints
+one line a comparison and exits 1 when a token differs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from outrider.client import Client
 PROMPTS = Path(__file__).resolve().parent.parent / "models" / "prompts.json"
 COMPANY = 8  # sequences at once
 WIDTHS = {7: (1, 3, 7), 15: (15,)}  # K of a server, and the K of requests to it
+TREES = {7: 16, 15: 32}  # columns of a server's trees, by its K
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
 
 
@@ -68,6 +70,8 @@ def complete(
     tokens: int,
     draft_tokens: int,
     together: int,
+    *,
+    trees: bool = False,
     **sampling: float,
 ) -> list[tuple[int, ...]]:
     """Outputs of every prompt, ``together`` at a time."""
@@ -77,6 +81,7 @@ def complete(
             prompt_ids=prompt,
             max_tokens=tokens,
             draft_tokens=draft_tokens,
+            draft_trees=trees,
             ignore_eos=True,
             **{"temperature": 0.0, **sampling},
         )
@@ -97,6 +102,7 @@ def pair(arguments: argparse.Namespace, verdict: Verdict) -> None:
             f"--draft={bundled(arguments.draft)}",
             f"--draft-tokens={width}",
             f"--max-concurrency={COMPANY}",
+            f"--draft-tree-nodes={TREES[width] if arguments.draft == 'dflash2' else 'off'}",
             "--log-level=warning",
         )
         with served(*flags) as address, Client(address) as client:
@@ -120,7 +126,32 @@ def pair(arguments: argparse.Namespace, verdict: Verdict) -> None:
             for run in ("alone", "alone again"):
                 solo = complete(client, few[:16], tokens, widest, 1, **SAMPLED)
                 verdict.compare(f"seeded samples, K={widest}, {run}", solo, sampled[:16])
+            if arguments.draft == "dflash2":
+                branching(arguments, client, width, plain, verdict)
             print(f"server K={width}: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def branching(
+    arguments: argparse.Namespace,
+    client: Client,
+    width: int,
+    plain: Sequence[tuple[int, ...]],
+    verdict: Verdict,
+) -> None:
+    """Trees of one server: greedy ones against plain decoding, seeded ones against themselves."""
+    prompts, tokens = held_out(arguments.prompts), arguments.new_tokens
+    few = prompts[: arguments.few]
+    name = f"K={width}, trees of {TREES[width]}"
+    together = complete(client, prompts, tokens, width, COMPANY, trees=True)
+    verdict.compare(f"{name}, in company, against plain", together, plain)
+    alone = complete(client, few, tokens, width, 1, trees=True)
+    verdict.compare(f"{name}, alone, against plain", alone, plain[: len(few)])
+    sampled = complete(client, few, tokens, width, COMPANY, trees=True, **SAMPLED)
+    for run in ("alone", "alone again"):
+        solo = complete(client, few[:16], tokens, width, 1, trees=True, **SAMPLED)
+        verdict.compare(f"seeded samples, {name}, {run}", solo, sampled[:16])
+    usage = client.server_info().counters
+    print(f"{name}: {usage['tree_rounds']} rounds, {usage['side_accepted']} branches off the chain")
 
 
 def geometry(arguments: argparse.Namespace, verdict: Verdict) -> None:
@@ -131,6 +162,7 @@ def geometry(arguments: argparse.Namespace, verdict: Verdict) -> None:
         torch.device(arguments.device),
         rows=COMPANY,
         draft_tokens=15,
+        tree_nodes="32",
     )
     generator = torch.Generator().manual_seed(2)
     prompts = [
@@ -147,6 +179,17 @@ def geometry(arguments: argparse.Namespace, verdict: Verdict) -> None:
             verdict.compare(
                 f"geometry: planted K={count} {name}, {run.rounds} rounds, kept "
                 f"{min(run.kept_counts)}..{max(run.kept_counts)} ({len(run.kept_counts)} counts)",
+                run.outputs,
+                plain[:some],
+            )
+    for count in (7, 15):
+        for name, some in (("alone", 1), ("in company", len(prompts))):
+            run = planted_run(
+                blocks, prompts[:some], plain[:some], count, GREEDY, tokens, chunk, branches=True
+            )
+            verdict.compare(
+                f"geometry: branches K={count} {name}, {run.rounds} rounds, "
+                f"{run.moved} columns moved",
                 run.outputs,
                 plain[:some],
             )

@@ -97,7 +97,13 @@ def plain_run(
 
 
 def load_blocks(
-    target: Path, draft: Path, device: torch.device, *, rows: int, draft_tokens: int
+    target: Path,
+    draft: Path,
+    device: torch.device,
+    *,
+    rows: int,
+    draft_tokens: int,
+    tree_nodes: str = "off",
 ) -> tuple[Blocks, int]:
     """A geometry with drawn weights, and its prefill chunk."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -109,6 +115,7 @@ def load_blocks(
         dtype=dtype,
         load_format="random",
         draft_tokens=draft_tokens,
+        draft_tree_nodes=tree_nodes,
         max_concurrency=rows,
         max_context=4096,
         prefill_chunk=PREFILL_CHUNK[device.type],

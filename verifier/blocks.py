@@ -325,6 +325,8 @@ class Blocks:
         """Runs the target causally over every row's [a, d_1..d_P]; its GDN state is not touched."""
         count = rounded_up(len(rows)) if self._on_cuda else len(rows)
         columns = max(row.live for row in rows) + 1
+        if any(row.parents for row in rows):
+            columns = max(columns, self.width + 1)  # narrower ones have no masks
         width = next(width for width in self._widths(count) if width >= columns)
         buffers = self._of(count, width)
         self._clock.mark("verify")

@@ -52,6 +52,11 @@ USAGE = {
 }
 
 
+# what a request that asks for trees gets besides
+TREE = {"proposed": [14], "parents": [0, 1, 0], "columns": [1, 2]}
+TREE_USAGE = {"tree_rounds": 2, "side_accepted": 1, "tree_columns": 8}
+
+
 class FakeGeneration(pb_grpc.GenerationServiceServicer):
     """Records requests; `gone` is set when a slow call's client has left."""
 
@@ -92,10 +97,14 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
                     )
             if request.return_rounds and number > 0:
                 message.rounds.add(frontier=2 + number, proposed=[12, 13], accepted=2, committed=3)
+                if request.draft_trees:
+                    message.rounds[-1].MergeFrom(pb.RoundTrace(**TREE))
+            if number == len(DELTAS) - 1 and request.draft_trees:
+                message.finish.usage.MergeFrom(pb.Usage(**TREE_USAGE))
             if number == len(DELTAS) - 1:
                 message.finish.reason = pb.FINISH_REASON_STOP
                 message.finish.stop_token_id = 15
-                message.finish.usage.CopyFrom(pb.Usage(**USAGE))
+                message.finish.usage.MergeFrom(pb.Usage(**USAGE))
             yield message
 
     def _slow(self, context):

@@ -201,6 +201,15 @@ def test_drafting_can_be_left_out(outrider, fake, flag):
     assert request.draft_tokens == 0
 
 
+def test_trees_can_be_left_out(outrider, fake):
+    outrider("generate", "--address", fake[1], "--no-trees", "hello")
+    outrider("generate", "--address", fake[1], "hello")
+    without, absent = fake[0].requests
+    assert without.HasField("draft_trees")
+    assert not without.draft_trees
+    assert not absent.HasField("draft_trees")
+
+
 @pytest.mark.parametrize(
     ("words", "count"),
     [

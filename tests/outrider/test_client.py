@@ -114,6 +114,22 @@ def test_pieces_give_each_token_its_text_and_a_split_character_to_its_last_token
     ]
 
 
+def has_trees(completion):
+    usage = completion.usage
+    assert (usage.tree_rounds, usage.side_accepted, usage.tree_columns) == (2, 1, 8)
+    trace = completion.rounds[0]
+    assert (trace.proposed, trace.parents, trace.columns) == ((12, 13, 14), (0, 1, 0), (1, 2))
+
+
+def test_trees_are_told_of(client, fake):
+    has_trees(client.generate("hello", draft_trees=True))
+    has_trees(run_async(fake[1], lambda client: client.generate("hello", draft_trees=True)))
+    plain = client.generate("hello", draft_trees=False)
+    assert (plain.usage.tree_rounds, plain.rounds[0].parents) == (0, ())
+    asked = [(r.HasField("draft_trees"), r.draft_trees) for r in fake[0].requests]
+    assert asked == [(True, True), (True, True), (True, False)]
+
+
 # --- requests
 
 
@@ -123,6 +139,7 @@ def test_what_is_left_out_stays_absent(client, fake):
     assert not request.HasField("sampling")
     for name in ("max_tokens", "min_tokens", "ignore_eos", "n", "logprobs", "draft_tokens"):
         assert not request.HasField(name), name
+    assert not request.HasField("draft_trees")
     assert len(request.request_id) == 32
 
 
@@ -165,6 +182,7 @@ def test_every_option_reaches_its_field(client, fake):
         ignore_eos=True,
         logprobs=5,
         draft_tokens=3,
+        draft_trees=False,
     )
     assert fake[0].requests[-1] == pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[1, 2, 3]),
@@ -187,6 +205,7 @@ def test_every_option_reaches_its_field(client, fake):
         ignore_eos=True,
         logprobs=5,
         draft_tokens=3,
+        draft_trees=False,
         return_rounds=True,
     )
 

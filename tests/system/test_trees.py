@@ -120,12 +120,30 @@ def test_a_trained_pair_takes_branches_and_emits_what_plain_decoding_emits(train
     assert side > 0
 
 
-def test_a_bundled_pair_equals_generate(trained, held_out):
-    _, client = trained
-    oracle = load_oracle(bundled("target"))
-    ids = held_out[20]
-    completion = client.generate(prompt_ids=ids, max_tokens=32, **GREEDY)
+@pytest.mark.parametrize(("draft_tokens", "nodes"), [(1, "8"), (3, "12"), (7, "16"), (15, "32")])
+def test_a_bundled_pair_equals_generate(held_out, draft_tokens, nodes):
+    oracle, ids = load_oracle(bundled("target")), held_out[20]
+    folders = bundled("target"), bundled("dflash2")
+    with (
+        served(*folders, draft_tokens=draft_tokens, draft_tree_nodes=nodes) as pair,
+        Client(pair.address) as client,
+    ):
+        completion = client.generate(prompt_ids=ids, max_tokens=32, **GREEDY)
     assert list(completion.token_ids) == greedy(oracle, ids, 32)
+    assert completion.usage.tree_rounds > 0
+
+
+def test_widths_and_drafting_may_both_be_chosen_by_the_load(dense, serve, oracle):
+    pair, client = serve(dense, draft_tree_nodes="auto", draft_policy="auto", max_concurrency=2)
+
+    def run(index: int):
+        return client.generate(prompt_ids=prompt(20 + index), max_tokens=60, **GREEDY)
+
+    with ThreadPoolExecutor(2) as pool:
+        completions = list(pool.map(run, range(2)))
+    for index, completion in enumerate(completions):
+        assert list(completion.token_ids) == greedy(oracle, prompt(20 + index), 60)
+    pair.expect_nothing_left()
 
 
 def test_trees_bring_more_tokens_a_round(trained, held_out):
@@ -244,13 +262,13 @@ def test_trees_chains_and_plain_rows_share_rounds(dense, serve, oracle):
 
     def run(index: int):
         return client.generate(
-            prompt_ids=prompt(20 + 9 * index, seed=index), max_tokens=60, **GREEDY, **kinds[index]
+            prompt_ids=prompt(20 + 9 * index, seed=index), max_tokens=30, **GREEDY, **kinds[index]
         )
 
     with ThreadPoolExecutor(len(kinds)) as pool:
         completions = list(pool.map(run, range(len(kinds))))
     for index, completion in enumerate(completions):
-        expected = greedy(oracle, prompt(20 + 9 * index, seed=index), 60)
+        expected = greedy(oracle, prompt(20 + 9 * index, seed=index), 30)
         assert list(completion.token_ids) == expected
         assert (completion.usage.tree_rounds > 0) == (not kinds[index])
     pair.expect_nothing_left()
@@ -365,15 +383,15 @@ def test_a_cancellation_between_build_and_commit_moves_nobody_else(
     pair, client = serve(dense, draft_tree_nodes="16", max_concurrency=2)
     with ThreadPoolExecutor(2) as pool:
         victim = pool.submit(
-            client.generate, prompt_ids=prompt(30), max_tokens=90, request_id="victim", **GREEDY
+            client.generate, prompt_ids=prompt(30), max_tokens=50, request_id="victim", **GREEDY
         )
-        beside = pool.submit(client.generate, prompt_ids=prompt(40), max_tokens=90, **GREEDY)
-        assert list(beside.result().token_ids) == greedy(oracle, prompt(40), 90)
+        beside = pool.submit(client.generate, prompt_ids=prompt(40), max_tokens=50, **GREEDY)
+        assert list(beside.result().token_ids) == greedy(oracle, prompt(40), 50)
         ended = victim.result()
     assert ended.finish_reason == "aborted"
     count = len(ended.token_ids)
-    assert 0 < count < 90
-    assert list(ended.token_ids) == greedy(oracle, prompt(30), 90)[:count]
+    assert 0 < count < 50
+    assert list(ended.token_ids) == greedy(oracle, prompt(30), 50)[:count]
     pair.expect_nothing_left()
 
 
@@ -525,7 +543,7 @@ def test_the_first_two_tokens_have_the_processed_law(
     joint = joint_law(oracle, ids, settings)
     tilt(monkeypatch, TiltedTree(joint, 3.0, reported))
     _, client = serve(dense, draft_tokens=1, draft_tree_nodes="5", max_concurrency=8, max_queue=64)
-    done = list(sampled(client, ids, settings, 3, 800))
+    done = list(sampled(client, ids, settings, 3, 640))
     assert reported != 3.0 or sum(c.usage.side_accepted for c in done) > 20
     value = goodness([c.token_ids[:2] for c in done], joint)
     assert (value > 1e-3) if reported == 3.0 else (value < REJECT)
@@ -595,7 +613,7 @@ def test_three_tokens_have_the_joint_law_when_branches_are_two_deep(
         }
     tilt(monkeypatch, Foretold(law))
     _, client = serve(dense, draft_tokens=2, draft_tree_nodes="10", max_concurrency=8, max_queue=64)
-    done = list(sampled(client, ids, settings, 4, 800))
+    done = list(sampled(client, ids, settings, 4, 560))
     assert sum(c.usage.side_accepted for c in done) > 100
     assert sum(c.usage.accepted_per_position[1] for c in done) > 100
     counts = dict.fromkeys(law, 0)
@@ -609,7 +627,7 @@ def test_the_drafts_own_trees_keep_the_law(dense, serve, oracle):
     settings = SETTINGS["temperature"]
     ids = prompt(12, seed=4)
     _, client = serve(dense, draft_tokens=1, draft_tree_nodes="9", max_concurrency=8, max_queue=64)
-    done = list(sampled(client, ids, settings, 3, 480))
+    done = list(sampled(client, ids, settings, 3, 320))
     assert goodness([c.token_ids[:2] for c in done], joint_law(oracle, ids, settings)) > REJECT
 
 
