@@ -32,8 +32,10 @@ import torch
 import verifier.__main__ as verifier_main
 from bench.pair import services
 from outrider.client import Client
+from verifier.request import Delta, Finish
 from verifier.rounds import Rounds
 from verifier.scheduler import Engine
+from verifier.sequence import Ticket
 
 STREAMS = 7
 FEW_IDS = 150  # that prompts are made of: every vocabulary has more
@@ -77,21 +79,15 @@ def install(events: Events) -> None:
     """Puts noting parts in the place of those that `verifier.__main__` builds with."""
 
     class NotingRounds(Rounds):
-        def publish(self, committed: Any) -> None:
-            for row, kept in zip(committed.rows, committed.kept, strict=True):
-                if kept is not None:
-                    self._noted.append((row.request.request_id, kept.preview.count))
-            super().publish(committed)
+        pass
 
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self._noted: list[tuple[str, int]] = []
+    publish = Ticket.publish
 
-        def deliver(self) -> None:
-            super().deliver()
-            now = time.monotonic_ns()
-            events.lines += [("delivered", now, *each) for each in self._noted]
-            self._noted.clear()
+    def published(ticket: Ticket, delta: Delta | None, finish: Finish | None) -> None:
+        publish(ticket, delta, finish)
+        if delta is not None and delta.token_ids:
+            request_id = ticket.request.request_id
+            events.lines.append(("delivered", time.monotonic_ns(), request_id))
 
     class NotingEngine(Engine):
         _keep_prompt = events.span("checkpoint", Engine._keep_prompt)
@@ -99,6 +95,7 @@ def install(events: Events) -> None:
 
     for name in ("prefill", "draft", "verify", "accept", "commit"):
         setattr(NotingRounds, name, events.span(name, getattr(Rounds, name)))
+    Ticket.publish = published  # type: ignore[method-assign]
     verifier_main.Rounds = NotingRounds  # type: ignore[misc]
     verifier_main.Engine = NotingEngine  # type: ignore[misc]
     gc.callbacks.append(events.collected)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from outrider.client import Client
@@ -72,6 +73,12 @@ class Process:
             raise RuntimeError(f"{self._process.args} was not ready: {self._process.poll()}")
         return self.address
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Its processor time so far, where Linux tells."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
         self._process.kill()
@@ -93,6 +100,12 @@ class Services:
 
     address: str
     drafters: tuple[Process, ...]
+    verifier: Process
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of all of them so far, where Linux tells."""
+        return sum(process.cpu_seconds for process in (*self.drafters, self.verifier))
 
 
 @contextlib.contextmanager
@@ -133,7 +146,7 @@ def services(
             processes.append(Process(line, environment))
         address = [process.wait_ready() for process in processes][-1]
         wait_for_link(address)
-        yield Services(address, tuple(processes[:-1]))
+        yield Services(address, tuple(processes[:-1]), processes[-1])
     finally:
         for process in reversed(processes):
             process.stop()

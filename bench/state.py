@@ -77,6 +77,7 @@ class Pair:
             f"--target={self.target}",
             f"--draft={self.draft}",
             f"--load-format={self.load_format}",
+            f"--draft-tokens={DRAFT_TOKENS}",
         ]
 
     def context_plan(self, positions: int, device: torch.device) -> ContextPlan:
@@ -276,6 +277,7 @@ class Turns:
     auto: list[float] = field(default_factory=list)
     rounds: int = 0  # of the automatic policy
     drafted: int = 0  # of these, with proposals
+    cpu_s: dict[str, float] = field(default_factory=lambda: {"plain": 0.0, "auto": 0.0})
 
     def row(self, concurrency: int) -> Row:
         """Medians, and the quartiles of the ratio."""
@@ -288,6 +290,7 @@ class Turns:
             "plain_tokens_per_s": round(statistics.median(self.plain), 1),
             "auto_tokens_per_s": round(statistics.median(self.auto), 1),
             "drafted_share": round(self.drafted / max(1, self.rounds), 4),
+            "cpu_plain_over_auto": round(self.cpu_s["plain"] / max(0.01, self.cpu_s["auto"]), 3),
         }
 
 
@@ -295,8 +298,9 @@ def automatic(device: str, pair: Pair, tokens: int, repeats: int, until: float) 
     """Tokens a second of rejected drafts, by the automatic policy against plain decoding.
 
     Both run on one server and take turns, first the one and then the other first; a ratio is that
-    of two neighbours, so that the machine's moods are shared. Until the time is up, and at least
-    twice.
+    of two neighbours, so that the machine's moods are shared. Processor time of both services is
+    compared too, since others beside them hardly change it; on a GPU it says nothing. Until the
+    time is up, and at least twice.
     """
     common = (f"--device={device}", "--max-concurrency=8", "--max-context=2048")
     with (
@@ -312,7 +316,9 @@ def automatic(device: str, pair: Pair, tokens: int, repeats: int, until: float) 
                 order = ("plain", "auto") if repeat % 2 else ("auto", "plain")
                 rates = {}
                 for kind in order:
+                    cpu_s = running.cpu_seconds
                     usages, seconds = _burst(client, kind, width, tokens, repeat)
+                    seen[width].cpu_s[kind] += (running.cpu_seconds - cpu_s) * bool(repeat)
                     rates[kind] = sum(usage.output_tokens for usage in usages) / seconds
                     if kind == "auto" and repeat:
                         seen[width].rounds += sum(usage.rounds for usage in usages)

@@ -76,6 +76,7 @@ def test_every_part_runs_and_none_starts_late(tmp_path: Path, capsys):
     assert beside["chunks_in_a_row"] == 1
     assert beside["largest_gap_ms"] >= beside["median_gap_ms"] > 0
     assert rows["rejected drafts, c=8"]["pairs"] == 2
+    assert {"auto_over_plain", "cpu_plain_over_auto"} <= rows["rejected drafts, c=8"].keys()
     capsys.readouterr()
     state.main([*pair, *small, "--seconds=-1"])
     told = capsys.readouterr().out
