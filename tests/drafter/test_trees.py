@@ -37,22 +37,32 @@ def opened(drafting, features, seed=0):
     return context
 
 
-def tree_of(proposals, row):
-    tokens, ids, q = proposals.row(row, 7)
-    return tokens.tolist(), proposals.branches(row, 7), ids, q
+def lines_of(proposals, row, live):
+    """A row's tokens, what each continues, candidates and laws."""
+    offers = proposals.offers()
+    assert offers.finite[row]
+    lines = slice(offers.count(row, live))
+    return (
+        offers.tokens[row, lines].tolist(),
+        offers.branches(row, live),
+        torch.tensor(offers.candidate_ids[row, lines]),
+        torch.tensor(offers.probabilities[row, lines]),
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_first_lines_of_a_tree_are_the_chain(drafting, features, temperature):
     context = opened(drafting, features)
     chain, tree = (
-        drafting.graphs.draft([ProposalAsk(context, 5, 7, temperature, 9, *more)])[0]
+        lines_of(
+            drafting.graphs.draft([ProposalAsk(context, 5, 7, temperature, 9, *more)])[0], 0, 7
+        )
         for more in ((), (NODES, PATHS))
     )
-    assert chain.parents is None
-    tokens, parents, ids, q = tree_of(tree, 0)
-    expected_tokens, expected_ids, expected_q = chain.row(0, 7)
-    assert tokens[:7] == expected_tokens.tolist()
+    tokens, parents, ids, q = tree
+    expected_tokens, no_parents, expected_ids, expected_q = chain
+    assert no_parents == []
+    assert tokens[:7] == expected_tokens
     assert torch.equal(ids[:7], expected_ids)
     assert torch.equal(q[:7], expected_q)
     assert len(tokens) == len(parents) == NODES - 1
@@ -71,12 +81,11 @@ def test_rows_with_and_without_trees_share_a_block(drafting, features):
     together, _ = drafting.graphs.draft(asks)
     for row, (live, nodes, _) in enumerate(wishes):
         alone, _ = drafting.graphs.draft([asks[row]])
-        tokens, ids, q = together.row(row, live)
-        expected = alone.row(0, live)
-        assert tokens.tolist() == expected[0].tolist()
-        assert torch.equal(ids, expected[1])
-        torch.testing.assert_close(q, expected[2], atol=1e-5, rtol=0)
-        assert together.branches(row, live) == alone.branches(0, live)
+        tokens, parents, ids, q = lines_of(together, row, live)
+        expected = lines_of(alone, 0, live)
+        assert (tokens, parents) == expected[:2]
+        assert torch.equal(ids, expected[2])
+        torch.testing.assert_close(q, expected[3], atol=1e-5, rtol=0)
         assert len(tokens) == (nodes - 1 if nodes else live)
     for context in contexts:
         drafting.memory.release(context)
@@ -256,11 +265,8 @@ def test_a_graph_grows_what_its_functions_do_in_any_batch(on_device):
     def lines(some):
         with graphs.stream():
             proposals, _ = graphs.draft(some)
-            assert all(proposals.is_finite(row) for row in range(len(some)))
-            return [
-                [*(part.tolist() for part in proposals.row(row, 7)), proposals.branches(row, 7)]
-                for row in range(len(some))
-            ]
+            found = [lines_of(proposals, row, 7) for row in range(len(some))]
+        return [(tokens, parents, ids.tolist(), q.tolist()) for tokens, parents, ids, q in found]
 
     together = lines(asks)
     assert lines(asks) == together
@@ -273,4 +279,4 @@ def test_a_graph_grows_what_its_functions_do_in_any_batch(on_device):
         block = buffers.block(graphs.memory, config.context_plan.pages_per_sequence, NODES)
         eager = selector.select(graphs._model.draft_block(block), block)
     assert eager.tokens[0].tolist() == together[0][0]
-    assert eager.parents[0].tolist() == together[0][3]
+    assert eager.parents[0].tolist() == together[0][1]
