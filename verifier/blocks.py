@@ -354,7 +354,9 @@ class Blocks:
         host["output_index"][:] = [row.output_index for row in filled]
         host["live"][:] = [row.live for row in filled]
         host["counts"][:] = host["live"] + 1
-        host["counts"][count:] = 0
+        # and but for its proposals: in a tree they could be accepted, and what they move is another
+        # row's
+        host["counts"][count:] = host["live"][count:] = 0
         width = buffers.width
         # dead columns carry the anchor: any valid id will do, they have no effect
         host["token_ids"][:] = [

@@ -239,6 +239,10 @@ def begun(blocks: Blocks, prompt: list[int]):
     residency = blocks.target.state.acquire(200)
     assert residency is not None
     blocks.prefill(residency, prompt, 0, last=False, features_from=None)
+    # greedy and without penalties
+    blocks.tables._floats[residency.lane] = torch.tensor([0.0, 1, 0, 0, 0, 1])
+    for table in (blocks.tables._generated_counts, blocks.tables._logit_bias):
+        table[residency.lane] = 0
     return residency
 
 
@@ -275,11 +279,6 @@ def test_a_branch_leaves_what_its_chain_would(blocks: Blocks, depth: int):
         outcomes = []
         for branching in (True, False):
             residency, beside = begun(blocks, prompt), begun(blocks, other)
-            # a bias makes the target follow the tokens, whatever its weights
-            for lane in (residency.lane, beside.lane):
-                blocks.tables._floats[lane] = torch.tensor([0.0, 1, 0, 0, 0, 1])
-                for table in (blocks.tables._generated_counts, blocks.tables._logit_bias):
-                    table[lane] = 0
             tokens, parents = list(greedy), list(range(7))
             if branching:
                 tokens = [*greedy[:depth], *[(t + 1) % 90 for t in greedy[depth:]]]
@@ -331,6 +330,27 @@ def followed(blocks: Blocks, block, tokens, parents) -> None:
     greedy = [11, 23, 5, 42, 77, 8, 91, 30]
     for column, depth in enumerate(depths_of(parents)):
         logits[0, column, greedy[depth]] = 50.0
+
+
+def test_a_dead_row_moves_nothing(blocks: Blocks):
+    """On a device it fills the block up, as a copy of the first row."""
+    greedy = [11, 23, 5, 42, 77, 8, 91]
+    tokens, parents = [1, 2, 3, 4, 5, 6, 7, *greedy], [*range(7), 0, *range(8, 14)]
+    with torch.inference_mode():
+        residency = begun(blocks, list(range(3, 60)))
+        row = BlockRow(
+            residency, 57, 1, (7, *tokens), *law_of(tokens, parents), parents=tuple(parents)
+        )
+        buffers = blocks._of(2, 16)
+        blocks._fill(buffers, [row])
+        blocks._verify_function(buffers, blocks.target.state.page_tables.shape[1])()
+        for index in range(2):
+            for column, depth in enumerate(depths_of(parents)):
+                buffers.results.logits[index, column, [*greedy, 30][depth]] = 50.0
+        blocks.run_accept(buffers)
+        assert buffers.egress.host["columns"][0, :8].tolist() == [0, *range(8, 15)]
+        assert buffers.egress.host["columns"][1].tolist() == list(range(16))
+        blocks.target.state.release(residency)
 
 
 def test_a_block_is_as_wide_as_it_needs_to_be(blocks: Blocks):
