@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -140,6 +141,13 @@ def services(
         [module, *before, "--listen=127.0.0.1:0", f"--drafter={','.join(addresses)}", *verifier]
     )
     processes: list[Process] = []
+    # services are stopped on the way out, also when this is ended from outside
+    outside = threading.current_thread() is threading.main_thread()
+    before = (
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        if outside
+        else None
+    )
     try:
         for flags in commands:
             line = [sys.executable, "-m", *flags, *common]
@@ -150,6 +158,8 @@ def services(
     finally:
         for process in reversed(processes):
             process.stop()
+        if outside:
+            signal.signal(signal.SIGTERM, before)
 
 
 def wait_for_link(address: str) -> None:
