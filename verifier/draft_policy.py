@@ -5,9 +5,9 @@ between P = 0 and as many as the request allows. A round with proposals pays if 
 commits per plain round's time exceed those of a plain round. What it costs is a ratio, since a
 machine has moods: only rounds that follow each other are compared, where the choice changes, and
 the median of the last such comparisons counts, for each number of rows apart. What a sample's
-proposals bring is a running mean of its own rounds. The kind that is not chosen is tried for a few
-rounds now and then, drafting ever more rarely while it disappoints, so that the choice follows the
-load and the text at a bounded price.
+proposals bring is a running mean of its own rounds. The kind that is not chosen is tried for a
+round now and then (a few, where the number of rows is new), drafting ever more rarely while it
+disappoints, so that the choice follows the load and the text at a bounded price.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
 
-_TRIAL_ROUNDS = 3  # and how many of one kind are compared with a round of the other
-_RATIOS = 2 * (_TRIAL_ROUNDS + 1)  # that are remembered: a trial is compared at both of its ends
-_WEIGHT = 0.25  # of the newest round in a sample's running mean
+_COMPARED = 3  # rounds of one kind that are compared with those of the other before or after them
+_RATIOS = 2 * (_COMPARED + 1)  # that are remembered: a trial is compared at both of its ends
+_WEIGHT, _TRIAL_WEIGHT = 0.25, 0.5  # of the newest round in a sample's running mean
+_PRICE = 0.005  # of a plain round, that trials may add to one
 _MARGIN = 1.02  # by which drafting must be ahead: switching is not free
 _PROVEN = 8  # rounds of drafting in a row, after which its trials begin anew
-FIRST_TRIAL, LAST_TRIAL = 16, 512  # rounds between trials of drafting
+FIRST_TRIAL, LAST_TRIAL = 16, 512  # rounds between trials of drafting, at first and at most
 PLAIN_TRIAL = 128  # rounds between trials of plain rounds, which cost what drafting gains
 
 
@@ -39,7 +40,7 @@ class _Costs:
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_RATIOS))
     # the newest run of rounds of one kind, and what remains of the run before it, ns
-    run: deque[int] = field(default_factory=lambda: deque(maxlen=_TRIAL_ROUNDS))
+    run: deque[int] = field(default_factory=lambda: deque(maxlen=_COMPARED))
     before: deque[int] = field(default_factory=deque)
     drafted: bool = False  # whether the newest run did
     run_length: int = 0
@@ -48,26 +49,26 @@ class _Costs:
     @property
     def ratio(self) -> float | None:
         """A drafted round's time by a plain one's; None before they were compared."""
-        return statistics.median(self.ratios) if len(self.ratios) >= _TRIAL_ROUNDS else None
+        return statistics.median(self.ratios) if len(self.ratios) >= _COMPARED else None
 
     @property
     def can_be_tried(self) -> bool:
         """Whether there are plain rounds to compare a drafted one with."""
-        return not self.drafted and self.run_length >= _TRIAL_ROUNDS
+        return not self.drafted and self.run_length >= _COMPARED
 
     def ended(self, now: int, elapsed_ns: int, *, drafted: bool) -> None:
         """Compares a round with those of the other kind just before it."""
-        if now - self.last > 2 * _TRIAL_ROUNDS:
+        if now - self.last > 2 * _COMPARED:
             self.run.clear()
             self.run_length = 0
         if drafted != self.drafted or not self.run_length:
             self.before = self.run
-            self.run = deque(maxlen=_TRIAL_ROUNDS)
+            self.run = deque(maxlen=_COMPARED)
             self.run_length = 0
         self.drafted, self.last = drafted, now
         self.run.append(elapsed_ns)
         self.run_length += 1
-        if self.before and self.run_length <= _TRIAL_ROUNDS:
+        if self.before and self.run_length <= _COMPARED:
             other_ns = statistics.median(self.before)
             pair = (elapsed_ns, other_ns) if drafted else (other_ns, elapsed_ns)
             self.ratios.append(pair[0] / max(1, pair[1]))
@@ -84,6 +85,7 @@ class DraftPolicy:
         self._since_plain = 0
         self._trial = FIRST_TRIAL
         self._trying = 0  # rounds left of a trial
+        self._tried = False  # whether the last round was one
         self._chosen = 0  # rounds in a row that drafted because it pays
         self._unknown = True  # whether rounds of as many rows as the last were never compared
 
@@ -106,10 +108,11 @@ class DraftPolicy:
             return True
         if ratio is not None and 1.0 + self.gain(rows) / row_count > ratio * _MARGIN:
             return self._since_plain < PLAIN_TRIAL
-        due = costs.can_be_tried if ratio is None else self._since_drafted >= self._trial
-        if due:
-            self._trying = _TRIAL_ROUNDS
-        return due
+        if ratio is None:
+            self._trying = _COMPARED if costs.can_be_tried else 0
+        elif self._since_drafted >= self._trial:
+            self._trying = 1
+        return self._trying > 0
 
     def gain(self, rows: Rows[Drafting]) -> float:
         """Tokens that the rows' proposals are expected to add to a round, all together."""
@@ -121,19 +124,24 @@ class DraftPolicy:
         self._since_drafted = 0 if drafted else self._since_drafted + 1
         self._since_plain = self._since_plain + 1 if drafted else 0
         self._costs.setdefault(row_count, _Costs()).ended(self._rounds, elapsed_ns, drafted=drafted)
-        if drafted and self._trying:
+        self._tried = drafted and self._trying > 0
+        if self._tried:
             self._trying -= 1
-            # until a trial pays, the next comes later
-            self._trial = self._trial if self._trying else min(2 * self._trial, LAST_TRIAL)
+            ratio = self._costs[row_count].ratio
+            if ratio is not None and not self._trying:
+                # until a trial pays, the next comes later, as late as its price asks for
+                latest = min(LAST_TRIAL, max(FIRST_TRIAL, int((ratio - 1.0) / _PRICE)))
+                self._trial = min(2 * self._trial, latest)
             return
         self._chosen = self._chosen + 1 if drafted else 0
         if self._chosen >= _PROVEN:
             self._trial = FIRST_TRIAL
 
     def committed(self, row: Drafting, accepted: int) -> None:
-        """Learns what a sample's proposals brought."""
+        """Learns what a sample's proposals brought; before the next round ends, if not this one."""
         before = self._gain if row.drafted_gain is None else row.drafted_gain
-        # the first rounds of a sample count for more
-        weight = 0.5 if row.drafted_gain is None else _WEIGHT
+        # the first rounds of a sample, and those after a long pause, count for more
+        first = row.drafted_gain is None or self._tried
+        weight = _TRIAL_WEIGHT if first else _WEIGHT
         row.drafted_gain = before + weight * (accepted - before)
         self._gain += 0.05 * (accepted - self._gain)

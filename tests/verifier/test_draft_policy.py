@@ -16,22 +16,26 @@ class Sample:
 
 
 def run(policy, samples, rounds, plain_ns, drafted_ns, accepted, noise=0.0, seed=0):
-    """Simulates rounds; returns (tokens, time, rounds that drafted)."""
+    """Simulates rounds; returns (tokens, time, rounds that drafted).
+
+    As in the engine, what a round brought is known when the next one has been chosen.
+    """
     chosen = random.Random(seed)
     tokens = elapsed = drafting = 0
+    brought: list[int] = []
     for _ in range(rounds):
         drafts = policy.drafts(len(samples), samples)
+        for sample, got in zip(samples, brought, strict=False):
+            policy.committed(sample, got)
         spent = drafted_ns if drafts else plain_ns
         spent = int(spent * (1 + noise * chosen.uniform(-1, 1)))
-        tokens += len(samples)
-        if drafts:
-            drafting += 1
-            for sample in samples:
-                got = accepted(chosen)
-                policy.committed(sample, got)
-                tokens += got
+        brought = [accepted(chosen) for _ in samples] if drafts else []
+        drafting += drafts
+        tokens += len(samples) + sum(brought)
         policy.round_ended(len(samples), spent, drafted=drafts)
         elapsed += spent
+    for sample, got in zip(samples, brought, strict=False):
+        policy.committed(sample, got)
     return tokens, elapsed, drafting
 
 
@@ -69,6 +73,16 @@ def test_a_machine_s_moods_are_not_taken_for_costs(ratio, seed):
         spent += elapsed
         plain += 1000 * slow
     assert plain / spent >= 0.98
+
+
+@pytest.mark.parametrize("ratio", [1.1, 1.35, 2.0, 2.9, 5.0])
+def test_trials_cost_half_a_percent_and_come_as_often_as_that_allows(ratio):
+    policy, samples = DraftPolicy(), [Sample()]
+    run(policy, samples, 1500, 1000, int(1000 * ratio), lambda r: 0)
+    _, elapsed, drafting = run(policy, samples, 5000, 1000, int(1000 * ratio), lambda r: 0)
+    allowed = min(LAST_TRIAL, max(FIRST_TRIAL, (ratio - 1) / 0.005))
+    assert drafting == pytest.approx(5000 / allowed, abs=1.5 + 0.1 * 5000 / allowed)
+    assert elapsed <= 5000 * 1000 * (1.0075 if ratio < 3 else 1.01)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -113,7 +127,7 @@ def test_trials_become_rare_and_plain_times_are_refreshed():
     run(policy, samples, 40, 1000, 3000, lambda r: 0)
     assert policy._trial > FIRST_TRIAL
     run(policy, samples, 3000, 1000, 3000, lambda r: 0)
-    assert policy._trial == LAST_TRIAL
+    assert policy._trial == 400  # a trial costs two plain rounds more: half a percent
     fresh, samples = DraftPolicy(), [Sample()]
     _, _, drafting = run(fresh, samples, 4 * PLAIN_TRIAL, 1000, 1100, lambda r: 5)
     assert 4 * PLAIN_TRIAL - 12 <= drafting < 4 * PLAIN_TRIAL
