@@ -21,6 +21,7 @@ from verifier.__main__ import Plan
 from verifier.blocks import BlockRow, Blocks
 from verifier.config import TargetConfig
 from verifier.options import PREFILL_CHUNK, VerifierOptions
+from verifier.proposals import POINT_MASSES, Law
 from verifier.request import Request, Sampling
 from verifier.state import Residency
 
@@ -60,22 +61,30 @@ class Resident:
         """The next block's row; with a branch, a tree that leaves the chain at column ``at``."""
         frontier = len(self.prompt) + len(self.output) - 1
         tokens = (self.output[-1], *proposals, *branch)
-        if not branch:
-            return BlockRow(self.residency, frontier, len(self.output), tokens)
         count = len(proposals)
-        parents = (*range(count), at, *range(count + 1, count + len(branch)))
-        # point masses, over candidates that siblings share
-        ids = torch.tensor([[token, -1] for token in tokens[1:]])
-        ids[at] = ids[count] = torch.tensor([proposals[at], branch[0]])
-        ids[ids < 0] = 0
-        law = ids, (ids == torch.tensor(tokens[1:])[:, None]).float()
-        law[1][:, 1] *= law[1][:, 0] == 0
-        return BlockRow(self.residency, frontier, len(self.output), tokens, *law, parents=parents)
+        parents = (*range(count), at, *range(count + 1, count + len(branch))) if branch else ()
+        return BlockRow(self.residency, frontier, len(self.output), tokens, parents)
 
     def release(self) -> list[int]:
         """Gives everything back; the output."""
         self.blocks.target.state.release(self.residency)
         return self.output[: self.new_tokens]
+
+
+def law_of(row: BlockRow) -> Law:
+    """Point masses, of a tree over candidates that siblings share."""
+    tokens = torch.tensor(row.token_ids[1:])
+    siblings: dict[int, list[int]] = {}
+    for line, parent in enumerate(row.parents):
+        siblings.setdefault(parent, []).append(line)
+    ids = torch.stack([tokens, torch.zeros_like(tokens)], 1)
+    for lines in siblings.values():
+        if len(lines) > 1:
+            ids[lines] = tokens[lines]
+    mass = (ids == tokens[:, None]).float()
+    # an id that stands there twice counts once
+    mass[:, 1] *= mass[:, 0] == 0
+    return Law(ids.int(), mass) if row.parents else POINT_MASSES
 
 
 def plain_run(
@@ -177,7 +186,9 @@ def planted_run(
             block = blocks.verify(rows)
             kept = []
             for (_, resident), licensed in zip(
-                active, blocks.accept(block, [None] * len(rows)), strict=True
+                active,
+                blocks.accept(block, [None] * len(rows), [law_of(row) for row in rows]),
+                strict=True,
             ):
                 assert licensed.finite
                 resident.output += licensed.token_ids

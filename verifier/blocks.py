@@ -25,6 +25,7 @@ from kernels.target_distribution import target_distribution
 from kernels.tree_accept import tree_accept
 from verifier.acceptance import LicensedRow, SamplingTables
 from verifier.projection import Projection
+from verifier.proposals import POINT_MASSES, Law
 from verifier.state import Residency, StateRows
 from verifier.target import Forward, Results, Target
 from verifier.trees import masks_of
@@ -42,9 +43,6 @@ class BlockRow:
     frontier: int  # F: position of column 0
     output_index: int  # tokens generated before column 0
     token_ids: tuple[int, ...]  # a, d_1..d_P
-    # the law of d_1..d_P, [P, k] each; None where every one is a point mass
-    candidate_ids: Tensor | None = None
-    probabilities: Tensor | None = None
     parents: tuple[int, ...] = ()  # of a tree, what columns 1.. continue; empty for a chain
 
     @property
@@ -86,13 +84,19 @@ class _Buffers:
                 "slots": (torch.int64, (rows,)),
                 "frontiers": (torch.int64, (rows,)),
                 "counts": (torch.int64, (rows,)),
-                "live": (torch.int64, (rows,)),
                 "output_index": (torch.int64, (rows,)),
                 "token_ids": (torch.int64, (rows, width)),
+                **masks,
+            },
+        )
+        # of the proposals, columns 1..: filled while the target works on them
+        self.laws = Staging(
+            device,
+            {
+                "live": (torch.int64, (rows,)),
                 "proposals": (torch.int64, (rows, draft_count)),
                 "candidate_ids": (torch.int64, (rows, draft_count, blocks.support)),
                 "probabilities": (torch.float32, (rows, draft_count, blocks.support)),
-                **masks,
             },
         )
         self.kept = Staging(device, {"counts": (torch.int64, (rows,))})
@@ -106,7 +110,8 @@ class _Buffers:
                 **columns,
             },
         )
-        self.host = {name: tensor.numpy() for name, tensor in self.inputs.host.items()}
+        staged = self.inputs.host | self.laws.host
+        self.host = {name: tensor.numpy() for name, tensor in staged.items()}
         self.results = blocks.results.view(rows, width)
         self.projected = blocks.projected[: rows * width].view(rows, width, -1)
         self.features = blocks.host_features[: rows * width].view(rows, width, -1)
@@ -208,7 +213,7 @@ class Blocks:
         staged = [
             staging.byte_count
             for buffers in self._buffers.values()
-            for staging in (buffers.inputs, buffers.kept, buffers.egress)
+            for staging in (buffers.inputs, buffers.laws, buffers.kept, buffers.egress)
         ]
         return [
             *self.results.plan(),
@@ -276,8 +281,9 @@ class Blocks:
 
     def run_accept(self, buffers: _Buffers) -> None:
         """Compares the block's proposals with p and reads the outcome back."""
+        buffers.laws.to_device()
         inputs, egress = buffers.inputs.device, buffers.egress.device
-        live, proposals = inputs["live"], inputs["proposals"]
+        live, proposals = buffers.laws.device["live"], buffers.laws.device["proposals"]
         p = target_distribution(
             buffers.results.logits,
             proposals,
@@ -286,7 +292,7 @@ class Blocks:
             public_vocab=self.tables.public_vocab,
             ancestors=buffers.masks,
         )
-        law = inputs["candidate_ids"], inputs["probabilities"]
+        law = buffers.laws.device["candidate_ids"], buffers.laws.device["probabilities"]
         keys = self.tables.seeds(inputs["lanes"]), inputs["frontiers"]
         if buffers.masks is None:
             tokens, accepted = speculative_accept(p, proposals, live, *law, *keys)
@@ -352,45 +358,60 @@ class Blocks:
         host["slots"][:] = [row.residency.state_slot for row in filled]
         host["frontiers"][:] = [row.frontier for row in filled]
         host["output_index"][:] = [row.output_index for row in filled]
-        host["live"][:] = [row.live for row in filled]
-        host["counts"][:] = host["live"] + 1
-        # and but for its proposals: in a tree they could be accepted, and what they move is another
-        # row's
-        host["counts"][count:] = host["live"][count:] = 0
+        host["counts"][:] = [len(row.token_ids) for row in filled]
+        host["counts"][count:] = 0
         width = buffers.width
         # dead columns carry the anchor: any valid id will do, they have no effect
         host["token_ids"][:] = [
             (*row.token_ids, *(row.token_ids[0],) * (width - len(row.token_ids))) for row in filled
         ]
-        if width > 1:
-            host["proposals"][:] = host["token_ids"][:, 1:]
-            host["candidate_ids"][:] = 0
-            host["probabilities"][:] = 0.0
-            for index, row in enumerate(filled):
-                self._fill_law(buffers, index, row)
         if buffers.holds_trees:
             host["masks"][:] = [masks_of(row.parents or range(row.live), width) for row in filled]
 
-    def _fill_law(self, buffers: _Buffers, index: int, row: BlockRow) -> None:
-        """A point mass is a law with one candidate of probability 1, so that laws have one form."""
-        host, live = buffers.host, row.live
-        if row.candidate_ids is None or row.probabilities is None:
-            host["candidate_ids"][index, :live, 0] = row.token_ids[1:]
-            host["probabilities"][index, :live, 0] = 1.0
-        else:
-            support = row.candidate_ids.shape[1]
-            host["candidate_ids"][index, :live, :support] = row.candidate_ids.numpy()
-            host["probabilities"][index, :live, :support] = row.probabilities.numpy()
+    def _fill_laws(
+        self, buffers: _Buffers, rows: Sequence[BlockRow], laws: Sequence[Law | None]
+    ) -> None:
+        """Writes what proposals were drawn from, on the host; a row without a law accepts none.
 
-    def accept(self, block: Block, logprobs: Sequence[int | None]) -> list[LicensedRow]:
+        A point mass is a law with one candidate of probability 1, so that laws have one form.
+        """
+        host = buffers.host
+        # nor does a dead row: in a tree, what its copies of proposals move is another row's
+        host["live"][:] = 0
+        if buffers.width == 1:
+            return
+        host["proposals"][:] = host["token_ids"][:, 1:]
+        host["candidate_ids"][:] = 0
+        host["probabilities"][:] = 0.0
+        for index, (row, law) in enumerate(zip(rows, laws, strict=True)):
+            if law is None:
+                continue
+            live = host["live"][index] = row.live
+            if law.candidate_ids is None or law.probabilities is None:
+                host["candidate_ids"][index, :live, 0] = row.token_ids[1:]
+                host["probabilities"][index, :live, 0] = 1.0
+            else:
+                support = law.candidate_ids.shape[1]
+                host["candidate_ids"][index, :live, :support] = law.candidate_ids.numpy()
+                host["probabilities"][index, :live, :support] = law.probabilities.numpy()
+
+    def accept(
+        self,
+        block: Block,
+        logprobs: Sequence[int | None],
+        laws: Sequence[Law | None] | None = None,
+    ) -> list[LicensedRow]:
         """What the target licenses for each row; the round's one wait for the device.
 
         Args:
             block: The newest one.
             logprobs: For each row, how many alternatives it wants; None for no logprobs.
+            laws: For each row, what its proposals were drawn from; None has none of them accepted.
+                Without any, every proposal is a point mass.
         """
         self._expect_newest(block)
         buffers = block.buffers
+        self._fill_laws(buffers, block.rows, laws or [POINT_MASSES] * len(block.rows))
         buffers.accept()
         self._clock.mark("accepted")
         self._clock.wait("accepted")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
@@ -30,7 +30,7 @@ from outrider.v1 import draft_service_pb2 as wire
 from verifier.draft_context import Context
 from verifier.drafter_stream import Arrived, Dialler, Stream
 from verifier.features import FeatureRows
-from verifier.proposals import NOTHING, Ask, Drafted, Exchange, decode_proposals
+from verifier.proposals import NOTHING, Ask, Drafted, Exchange, Law, decode_proposal, laws_of
 
 log = structlog.get_logger("outrider.drafter_link")
 
@@ -442,7 +442,12 @@ class DrafterLink:
             self.counters["rounds_without_reply"] += 1
             return Exchange({}, 0, time.monotonic_ns() - started)
         by_id = {ask.context.sequence_id: ask for ask in asks}
-        proposals = self._proposals_of(reply, by_id)
+        proposals = {}
+        for row in reply.rows:
+            ask = by_id.get(row.sequence_id)
+            drafted = self._proposal_of(ask, row) if ask is not None else None
+            if drafted is not None:
+                proposals[row.sequence_id] = drafted
         waited = time.monotonic_ns() - started
         draft_ns = min(waited, reply.service_ns)
         return Exchange(proposals, draft_ns, waited - draft_ns)
@@ -602,26 +607,33 @@ class DrafterLink:
                 self._fault(row.sequence_id, row.epoch, row.fault)
         return reply
 
-    def _proposals_of(self, reply: wire.RoundReply, asks: Mapping[int, Ask]) -> dict[int, Drafted]:
-        offered: list[tuple[wire.Proposal, Ask]] = []
-        for row in reply.rows:
-            ask = asks.get(row.sequence_id)
-            if ask is None or row.WhichOneof("outcome") != "proposal":
-                continue
-            if row.epoch != ask.context.epoch or row.proposal.frontier != ask.frontier:
-                self.counters["stale_rows"] += 1
-                continue
-            offered.append((row.proposal, ask))
-        proposals = {}
-        decoded = decode_proposals(offered, self._hello.geometry.public_vocab)
-        for (_, ask), outcome in zip(offered, decoded, strict=True):
-            sequence_id = ask.context.sequence_id
-            if isinstance(outcome, Drafted):
-                proposals[sequence_id] = outcome
-            else:
-                self.counters[f"fault_{outcome.reason.lower()}"] += 1
-                log.warning("proposal_dropped", sequence_id=sequence_id, reason=outcome.message)
-        return proposals
+    def _proposal_of(self, ask: Ask, row: wire.RoundReplyRow) -> Drafted | None:
+        if row.WhichOneof("outcome") != "proposal":
+            return None
+        if row.epoch != ask.context.epoch or row.proposal.frontier != ask.frontier:
+            self.counters["stale_rows"] += 1
+            return None
+        try:
+            return decode_proposal(row.proposal, ask, self._hello.geometry.public_vocab)
+        except FaultError as fault:
+            self._drop(fault)
+            return None
+
+    def laws(self, drafted: Sequence[Drafted | None]) -> list[Law | None]:
+        """What each proposal was drawn from; None where it may not be accepted, or there is none.
+
+        A round calls this while the target works on the proposals.
+        """
+        laws: list[Law | None] = []
+        for law in laws_of(drafted, self._hello.geometry.public_vocab):
+            if isinstance(law, FaultError):
+                self._drop(law)
+            laws.append(law if isinstance(law, Law) else None)
+        return laws
+
+    def _drop(self, fault: FaultError) -> None:
+        self.counters[f"fault_{fault.reason.lower()}"] += 1
+        log.warning("proposal_dropped", reason=fault.message)
 
     def _fault(self, sequence_id: int, epoch: int, status: object) -> None:
         fault = faults.from_status(status)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from verifier.draft_policy import DraftPolicy
 from verifier.drafter_link import DrafterLink
 from verifier.metrics import VerifierMetrics
 from verifier.preview import Preview
-from verifier.proposals import Ask, Drafted
+from verifier.proposals import Ask, Drafted, Law
 from verifier.request import Finish, FinishReason, RoundTrace, TokenOrigin
 from verifier.sequence import Sequence
 from verifier.trees import TreeAsk, Trees, main_chain
@@ -365,9 +365,15 @@ class Rounds:
         if isinstance(source, PrefilledPrompt):
             rows: tuple[Sequence, ...] = (source.sequence,)
             drafted: tuple[Drafted | None, ...] = (None,)
+            laws: list[Law | None] = [None]
         else:
-            rows, drafted = source.proposal.rows, source.proposal.drafted
-        licensed = self.blocks.accept(source.block, [row.request.logprobs for row in rows])
+            rows = source.proposal.rows
+            laws = self.link.laws(source.proposal.drafted)
+            drafted = tuple(
+                each if law is not None else None
+                for each, law in zip(source.proposal.drafted, laws, strict=True)
+            )
+        licensed = self.blocks.accept(source.block, [row.request.logprobs for row in rows], laws)
         for row in rows:
             row.usage.verify_ns += self.blocks.times.verify_ns
         return LicensedBlock(source, rows, tuple(licensed), drafted)
@@ -529,8 +535,6 @@ def block_row(row: Sequence, drafted: Drafted | None) -> BlockRow:
         row.frontier,
         row.output_count,
         (row.anchor, *drafted.token_ids),
-        drafted.candidate_ids,
-        drafted.probabilities,
         drafted.parents,
     )
 

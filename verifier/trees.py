@@ -120,28 +120,17 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def expect_tree(
-    parents: Sequence[int],
-    draft_tokens: int,
-    asked: TreeAsk,
-    tokens: NDArray[np.int32],
-    support: NDArray[np.int32],
-    mass: NDArray[np.float32],
-) -> None:
+def expect_tree(parents: Sequence[int], draft_tokens: int, asked: TreeAsk) -> None:
     """Checks that proposals with these parents are a tree that may be verified.
 
     Args:
         parents: Column that each of columns 1..N continues.
         draft_tokens: K.
         asked: What it may have.
-        tokens: [N], those of the columns.
-        support: [N, k] their candidates.
-        mass: [N, k] their laws.
 
     Raises:
         FaultError: PROPOSAL_INVALID for parents that are none, another main chain than columns
-            1..K, a column below depth K, too many columns or leaves, or siblings that were not
-            drawn from one law without replacement.
+            1..K, a column below depth K, or too many columns or leaves.
     """
     columns = len(parents) + 1
     _expect(columns <= asked.nodes, f"at most {asked.nodes} columns", columns)
@@ -152,6 +141,25 @@ def expect_tree(
     _expect(deepest <= draft_tokens, f"depths up to {draft_tokens}", deepest)
     leaves = columns - len({0, *parents})
     _expect(leaves <= asked.paths, f"at most {asked.paths} leaves", leaves)
+
+
+def expect_siblings(
+    parents: Sequence[int],
+    tokens: NDArray[np.int32],
+    support: NDArray[np.int32],
+    mass: NDArray[np.float32],
+) -> None:
+    """Checks that columns of one parent were drawn from one law without replacement.
+
+    Args:
+        parents: Column that each of columns 1..N continues.
+        tokens: [N], those of the columns.
+        support: [N, k] their candidates.
+        mass: [N, k] their laws.
+
+    Raises:
+        FaultError: PROPOSAL_INVALID.
+    """
     siblings: dict[int, list[int]] = {}
     for line, parent in enumerate(parents):
         siblings.setdefault(parent, []).append(line)

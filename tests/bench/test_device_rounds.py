@@ -91,7 +91,7 @@ def test_orders_travel_in_a_request_s_id():
 @pytest.mark.parametrize(("accept", "expected"), [(0, (9,)), (2, (4, 5, 9)), (7, (4, 5, 6, 9))])
 def test_simulation_replaces_the_count_and_the_tokens_alone(accept: int, expected: tuple[int, ...]):
     allowed = LicensedRow(token_ids=(4, 9), accepted=1, logprobs=(), finite=True)
-    drafted = Drafted((4, 5, 6), None, None)
+    drafted = Drafted((4, 5, 6))
     row = simulated(allowed, drafted, Orders("cell", accept=accept))
     assert (row.token_ids, row.accepted, row.finite) == (expected, len(expected) - 1, True)
     assert simulated(allowed, None, Orders("cell", accept=accept)) is allowed

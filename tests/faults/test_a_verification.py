@@ -26,6 +26,8 @@ from tests.faults.doubles import (
     scripted,
 )
 from tests.system.conftest import greedy, prompt
+from tests.tiny_target import TEXT
+from verifier.proposals import Drafted, Law, laws_of
 
 REFUTED = 1e-6  # p-value under which a law is
 ROUNDS = {"max_tokens": 480, "temperature": 1.0}
@@ -119,6 +121,13 @@ def test_a_q_that_cannot_have_been_drawn_from_is_dropped(
     assert pair.verifier.engine.status().counters["drafter_fault_proposal_invalid"] == 10
 
 
+def law_of(drafted: Drafted) -> Law:
+    """What a proposal was drawn from, as a round decodes it."""
+    (law,) = laws_of([drafted], TEXT["vocab_size"])
+    assert isinstance(law, Law)
+    return law
+
+
 def test_q_on_the_wire_is_the_fp32_law_that_was_drawn_from(dense, serve, monkeypatch):
     """A3: scores 10.00 and 10.02, equal in BF16, in the BF16 profile; the law published is p."""
     p = {0: 0.3, 1: 0.7}
@@ -129,7 +138,7 @@ def test_q_on_the_wire_is_the_fp32_law_that_was_drawn_from(dense, serve, monkeyp
     _, client = serve(dense, draft_tokens=1, max_concurrency=8, dtype="bfloat16")
     tokens = drawn_tokens(client, prompt(4), 1, **ROUNDS).first
     for _, drafted in heard.proposals:
-        assert torch.equal(drafted.probabilities, lattice.reported[0][0])
+        assert torch.equal(law_of(drafted).probabilities, lattice.reported[0][0])
     q = lattice.reported[0][0, 0].double()
     assert q.tolist() == pytest.approx(torch.tensor([10.02, 10.0]).double().softmax(0).tolist())
     assert q[0] > q[1]
@@ -175,11 +184,12 @@ def test_a_greedy_row_in_a_mixed_batch_is_greedy_every_time(dense, serve, oracle
     assert not failures
     assert sum(batch in ((0.0, 1.0), (1.0, 0.0)) for batch in heard.batches) > 50
     for ask, drafted in heard.proposals:
-        hot = drafted.candidate_ids == torch.tensor(drafted.token_ids)[:, None]
+        law = law_of(drafted)
+        hot = law.candidate_ids == torch.tensor(drafted.token_ids)[:, None]
         if ask.temperature == 0:
-            assert torch.equal(drafted.probabilities, hot.float())
+            assert torch.equal(law.probabilities, hot.float())
         else:
-            assert not torch.equal(drafted.probabilities, hot.float())
+            assert not torch.equal(law.probabilities, hot.float())
 
 
 A, B, STOP, OTHER = 11, 12, 13, 14

@@ -19,7 +19,7 @@ from outrider.v1 import draft_service_pb2_grpc
 from verifier.draft_context import Context
 from verifier.drafter_link import DrafterLink
 from verifier.drafter_stream import Arrived
-from verifier.proposals import Ask, decode_proposals
+from verifier.proposals import POINT_MASSES, Ask, decode_proposal, laws_of
 
 K, S, WIDTH = 3, 8, 6
 Answer = Callable[[wire.DraftRoundsRequest], "wire.DraftRoundsResponse | None"]
@@ -473,32 +473,40 @@ def asking(live: int) -> Ask:
     return Ask(Context(1), live, frontier=0, anchor=0, temperature=1.0, seed=0)
 
 
+def laws(*proposals: wire.Proposal, vocab: int = 100) -> list[object]:
+    """What comes of the laws of proposals of one token each."""
+    return laws_of([decode_proposal(each, asking(1), vocab) for each in proposals], vocab)
+
+
 def test_q_arrives_bit_for_bit():
     q = torch.softmax(torch.tensor([[10.0, 10.02], [0.1, 3.0]]), 1)
     proposal = conditional(q.tolist(), [[1, 2], [3, 4]], [2, 3])
-    (drafted,) = decode_proposals([(proposal, asking(2))], 100)
-    assert torch.equal(drafted.probabilities, q)
-    assert torch.equal(drafted.candidate_ids, torch.tensor([[1, 2], [3, 4]]).int())
+    drafted = decode_proposal(proposal, asking(2), 100)
+    assert drafted.token_ids == (2, 3)
+    (law,) = laws_of([drafted], 100)
+    assert torch.equal(law.probabilities, q)
+    assert torch.equal(law.candidate_ids, torch.tensor([[1, 2], [3, 4]]).int())
 
 
-def test_an_unsound_proposal_takes_no_other_along():
+def test_an_unsound_law_takes_no_other_along():
     sound = conditional([[0.5, 0.5]], [[1, 2]], [1])
     unsound = conditional([[0.5, 0.4]], [[1, 2]], [1])
     wide = conditional([[0.5, 0.25, 0.25]], [[1, 2, 3]], [3])
     malformed = conditional([[0.5, 0.5]], [[1, 2]], [1])
     malformed.conditional.probabilities.data = b"1234567"
     point = wire.Proposal(token_ids=[7], point_mass=wire.PointMass())
-    offered = [(each, asking(1)) for each in (sound, unsound, wide, malformed, point, sound)]
-    outcomes = decode_proposals(offered, 100)
-    assert [o.reason if isinstance(o, FaultError) else o.token_ids for o in outcomes] == [
-        (1,),
+    outcomes = laws(sound, unsound, wide, malformed, point, sound)
+    assert [o.reason if isinstance(o, FaultError) else "law" for o in outcomes] == [
+        "law",
         "PROPOSAL_INVALID",
-        (3,),
+        "law",
         "TENSOR_SHAPE",
-        (7,),
-        (1,),
+        "law",
+        "law",
     ]
-    assert decode_proposals([], 100) == []
+    assert outcomes[4] is POINT_MASSES
+    assert laws_of([None], 100) == [None]
+    assert laws_of([], 100) == []
 
 
 @pytest.mark.parametrize(
@@ -510,14 +518,21 @@ def test_an_unsound_proposal_takes_no_other_along():
         pytest.param([[1.5, -0.5]], [[1, 2]], [1], id="negative"),
         pytest.param([[float("nan"), 0.5]], [[1, 2]], [2], id="nan"),
         pytest.param([[0.5, 0.5]], [[1, 200]], [1], id="candidate-outside-vocabulary"),
-        pytest.param([[0.5, 0.5]], [[1, 2]], [200], id="id-outside-vocabulary"),
-        pytest.param([[0.5, 0.5], [0.5, 0.5]], [[1, 2], [1, 2]], [1, 2], id="more-than-asked"),
     ],
 )
 def test_a_law_that_cannot_be_what_was_drawn_from_is_refused(q, ids, tokens):
-    (outcome,) = decode_proposals([(conditional(q, ids, tokens), asking(1))], 100)
+    (outcome,) = laws(conditional(q, ids, tokens))
     assert isinstance(outcome, FaultError)
     assert outcome.reason == "PROPOSAL_INVALID"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "live"), [([200], 1), ([-1], 1), ([1, 2], 1), ([], 1), ([1], 2)]
+)
+def test_tokens_that_were_not_asked_for_are_refused(tokens, live):
+    proposal = conditional([[0.5, 0.5]] * len(tokens), [[1, 2]] * len(tokens), tokens)
+    with pytest.raises(FaultError, match="PROPOSAL_INVALID"):
+        decode_proposal(proposal, asking(live), 100)
 
 
 # ---- a drafter that comes back ----------------------------------------------------------------

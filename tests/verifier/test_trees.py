@@ -103,10 +103,11 @@ ASKED = TreeAsk(NODES, PATHS)
 
 def decoded(message, tree):
     ask = proposals.Ask(Context(1), K, 10, anchor=0, temperature=1.0, seed=0, tree=tree)
-    (outcome,) = proposals.decode_proposals([(message, ask)], VOCAB)
-    if isinstance(outcome, FaultError):
-        raise outcome
-    return outcome
+    drafted = proposals.decode_proposal(message, ask, VOCAB)
+    (law,) = proposals.laws_of([drafted], VOCAB)
+    if isinstance(law, FaultError):
+        raise law
+    return drafted, law
 
 
 def decode(tokens, parents, ids, q, tree=ASKED):
@@ -122,12 +123,12 @@ def decode(tokens, parents, ids, q, tree=ASKED):
 @pytest.mark.parametrize("seed", range(6))
 def test_what_the_drafter_grows_is_let_in(temperature, seed):
     tokens, parents, ids, q = grown(temperature, seed)
-    drafted = decode(tokens, parents, ids, q)
+    drafted, law = decode(tokens, parents, ids, q)
     assert drafted.token_ids == tuple(tokens.tolist())
     assert drafted.parents == tuple(parents.tolist())
     assert drafted.nodes == NODES
-    assert torch.equal(drafted.candidate_ids, ids.int())
-    assert torch.equal(drafted.probabilities, q)
+    assert torch.equal(law.candidate_ids, ids.int())
+    assert torch.equal(law.probabilities, q)
     deepest = [*range(1, K + 1)]
     assert drafted.ends_at(K, tuple(deepest))
     assert not drafted.ends_at(0, ())
@@ -219,7 +220,7 @@ def test_lines_and_parents_must_be_as_many():
 
 def test_a_chain_is_an_answer_to_a_tree_that_was_asked_for():
     tokens, _, ids, q = grown(0.9, 1)
-    drafted = decode(tokens[:K], [], ids[:K], q[:K])
+    drafted, _ = decode(tokens[:K], [], ids[:K], q[:K])
     assert (drafted.parents, drafted.nodes) == ((), 0)
 
 
@@ -290,13 +291,12 @@ def test_a_branch_leaves_what_its_chain_would(blocks: Blocks, depth: int):
                 len(prompt),
                 1,
                 (7, *tokens),
-                *law,
-                parents=tuple(parents) if branching else (),
+                tuple(parents) if branching else (),
             )
             chain = BlockRow(beside, len(other), 1, (9, 1, 2, 3))
             block = blocks.verify([row, chain])
             followed(blocks, block, tokens, parents)
-            licensed = blocks.accept(block, [2, 2])
+            licensed = blocks.accept(block, [2, 2], [proposals.Law(*law), proposals.POINT_MASSES])
             blocks.commit(block, [6, 1])
             features = [blocks.features(block, 0, 6).clone(), blocks.features(block, 1, 1).clone()]
             outcomes.append(
@@ -338,11 +338,10 @@ def test_a_dead_row_moves_nothing(blocks: Blocks):
     tokens, parents = [1, 2, 3, 4, 5, 6, 7, *greedy], [*range(7), 0, *range(8, 14)]
     with torch.inference_mode():
         residency = begun(blocks, list(range(3, 60)))
-        row = BlockRow(
-            residency, 57, 1, (7, *tokens), *law_of(tokens, parents), parents=tuple(parents)
-        )
+        row = BlockRow(residency, 57, 1, (7, *tokens), tuple(parents))
         buffers = blocks._of(2, 16)
         blocks._fill(buffers, [row])
+        blocks._fill_laws(buffers, [row], [proposals.Law(*law_of(tokens, parents))])
         blocks._verify_function(buffers, blocks.target.state.page_tables.shape[1])()
         for index in range(2):
             for column, depth in enumerate(depths_of(parents)):

@@ -196,11 +196,14 @@ class Proposer:
         import torch
 
         drafted = self._propose(anchor, temperature)
+        (law,) = self._link.laws([drafted])
+        if law is None:
+            raise VerbError("the drafter's q is none; its log and the counters say why")
         q = torch.zeros(size, dtype=torch.float64)
-        if drafted.candidate_ids is None or drafted.probabilities is None:
+        if law.candidate_ids is None or law.probabilities is None:
             q[drafted.token_ids[0]] = 1.0
             return q
-        return q.scatter_add(0, drafted.candidate_ids[0], drafted.probabilities[0].double())
+        return q.scatter_add(0, law.candidate_ids[0].long(), law.probabilities[0].double())
 
     def _propose(self, anchor: int, temperature: float) -> Drafted:
         from verifier.proposals import Ask
