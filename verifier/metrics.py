@@ -311,6 +311,8 @@ class SampleRecord:
             plain_rounds=usage.plain_rounds,
             proposed=usage.proposed,
             accepted=usage.accepted,
+            tree_rounds=usage.tree_rounds,
+            side_accepted=usage.side_accepted,
             queue_ms=usage.queue_ns // 1_000_000,
             ttft_ms=usage.ttft_ns // 1_000_000,
             total_ms=total_ns // 1_000_000,

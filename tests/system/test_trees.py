@@ -543,7 +543,7 @@ def test_the_first_two_tokens_have_the_processed_law(
     joint = joint_law(oracle, ids, settings)
     tilt(monkeypatch, TiltedTree(joint, 3.0, reported))
     _, client = serve(dense, draft_tokens=1, draft_tree_nodes="5", max_concurrency=8, max_queue=64)
-    done = list(sampled(client, ids, settings, 3, 640))
+    done = list(sampled(client, ids, settings, 3, 480))
     assert reported != 3.0 or sum(c.usage.side_accepted for c in done) > 20
     value = goodness([c.token_ids[:2] for c in done], joint)
     assert (value > 1e-3) if reported == 3.0 else (value < REJECT)
@@ -613,7 +613,7 @@ def test_three_tokens_have_the_joint_law_when_branches_are_two_deep(
         }
     tilt(monkeypatch, Foretold(law))
     _, client = serve(dense, draft_tokens=2, draft_tree_nodes="10", max_concurrency=8, max_queue=64)
-    done = list(sampled(client, ids, settings, 4, 560))
+    done = list(sampled(client, ids, settings, 4, 400))
     assert sum(c.usage.side_accepted for c in done) > 100
     assert sum(c.usage.accepted_per_position[1] for c in done) > 100
     counts = dict.fromkeys(law, 0)
