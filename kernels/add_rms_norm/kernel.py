@@ -4,22 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import OVERLAPPED, enter
+from kernels.overlap import OVERLAPPED, release, wait
 from kernels.rms_norm.kernel import extents, norm
 
 
 @triton.jit
 def add_rms_norm_kernel(x, z, gain, total, out, eps, H, x_row, z_row, BLOCK: tl.constexpr):
     """Adds and normalises row program_id(0)."""
-    enter()
+    release()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < H
+    scale = tl.load(gain + at, mask=inside, other=0.0)
+    wait()
     added = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
     added += tl.load(z + row * z_row + at, mask=inside, other=0.0).to(tl.float32)
     added = added.to(total.dtype.element_ty)
     tl.store(total + row * H + at, added, mask=inside)
-    scaled = norm(added.to(tl.float32), tl.load(gain + at, mask=inside, other=0.0), eps, H)
+    scaled = norm(added.to(tl.float32), scale, eps, H)
     tl.store(out + row * H + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 

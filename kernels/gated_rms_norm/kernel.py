@@ -1,29 +1,48 @@
-"""Triton form; see the contract. One program a row."""
+"""Triton form; see the contract. Short rows share a program, a warp each."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.overlap import OVERLAPPED, enter
+from kernels.overlap import OVERLAPPED, release, wait
+
+ELEMENTS = 512  # of a program's rows together
 
 
 @triton.jit
 def gated_rms_norm_kernel(
-    x, gate, gain, out, eps, D, middle, inner, g_outer, g_middle, g_inner, BLOCK: tl.constexpr
+    x,
+    gate,
+    gain,
+    out,
+    eps,
+    total,
+    D,
+    middle,
+    inner,
+    g_outer,
+    g_middle,
+    g_inner,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Normalises and gates row program_id(0) of x; the gate's rows lie in three dimensions."""
-    enter()
-    row = tl.program_id(0).to(tl.int64)
-    gate += row // (middle * inner) * g_outer + row // inner % middle * g_middle
-    gate += row % inner * g_inner
+    """Normalises and gates ROWS rows of x, of `total`; the gate's rows lie in three dimensions."""
+    release()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
-    inside = at < D
-    wide = tl.load(x + row * D + at, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / D + eps)
-    scaled = wide * inverse * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-    opening = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    inside = (row < total)[:, None] & (at < D)[None, :]
+    scale = tl.load(gain + at, mask=at < D, other=0.0).to(tl.float32)
+    source = (row // (middle * inner)).to(tl.int64) * g_outer
+    source += (row // inner % middle).to(tl.int64) * g_middle
+    source += (row % inner).to(tl.int64) * g_inner
+    cell = row.to(tl.int64)[:, None] * D + at[None, :]
+    wait()
+    wide = tl.load(x + cell, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + source[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=1) / D + eps)
+    scaled = wide * inverse[:, None] * scale[None, :]
     scaled *= opening / (1.0 + tl.exp(-opening))
-    tl.store(out + row * D + at, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + cell, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 def gated_rms_norm(
@@ -42,18 +61,21 @@ def gated_rms_norm(
     out = torch.empty_like(x)
     if x.numel():
         block = triton.next_power_of_2(D)
-        gated_rms_norm_kernel[(x.numel() // D,)](
+        rows, total = max(ELEMENTS // block, 1), x.numel() // D
+        gated_rms_norm_kernel[(triton.cdiv(total, rows),)](
             x,
             gate,
             gain,
             out,
             eps,
+            total,
             D,
             gate.shape[1],
             gate.shape[2],
             *gate.stride()[:3],
+            ROWS=rows,
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(rows * block // 128, 1), 16),
             **OVERLAPPED,
         )
     return out

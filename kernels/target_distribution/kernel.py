@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kernels.target_distribution import SamplingRows
 
-_CHUNK = 4096
+_CHUNK = 1024
 _PASS = 8192
 _TILE = 64
 _RANKED = 32

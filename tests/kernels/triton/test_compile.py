@@ -35,8 +35,8 @@ CASES = {
     "gated_rms_norm-128": (
         "gated_rms_norm.gated_rms_norm_kernel",
         {"x": BF16, "gate": BF16, "gain": FP32, "out": BF16, "eps": "fp32"},
-        {"BLOCK": 128},
-        {"num_warps": 1},
+        {"ROWS": 4, "BLOCK": 128},
+        {"num_warps": 4},
     ),
     "swiglu": ("swiglu.swiglu_kernel", {"gate_up": BF16, "out": BF16}, {"BLOCK": 1024}, {}),
     **{
