@@ -56,11 +56,12 @@ def linear_kernel(
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr,
+    LEAVE: tl.constexpr,
 ):
     """Columns program_id(0) and, by program_id(1), a tile of the weight's rows and a run of K.
 
     The first `whole` rows have one run each, the others SPLIT. partial is FP32 [SPLIT, M, rows that
-    are cut]; arrivals are zero before and after.
+    are cut], and stays as it is with LEAVE; arrivals are zero before and after.
     """
     wait()
     uncut = whole // BLOCK_N
@@ -71,7 +72,8 @@ def linear_kernel(
     k = tl.arange(0, BLOCK_K)
     # rows beyond the edge repeat the last one and are not stored
     w = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_row + k[None, :] * w_k
-    columns = x + tl.minimum(m, M - 1).to(tl.int64)[None, :] * x_row + k[:, None]
+    columns = x + m.to(tl.int64)[None, :] * x_row + k[:, None]
+    is_column = (m < M)[None, :]
     blocks = tl.cdiv(K, BLOCK_K)
     run = tl.where(tile < uncut, blocks, tl.cdiv(blocks, SPLIT))
     first = beyond % SPLIT * run
@@ -81,15 +83,15 @@ def linear_kernel(
         at = block * BLOCK_K
         if EVEN_K:
             left = tl.load(w + at * w_k, eviction_policy="evict_first")
-            right = tl.load(columns + at)
+            right = tl.load(columns + at, mask=is_column, other=0.0)
         else:
             left = tl.load(w + at * w_k, mask=k[None, :] < K - at, other=0.0)
-            right = tl.load(columns + at, mask=k[:, None] < K - at, other=0.0)
+            right = tl.load(columns + at, mask=(k[:, None] < K - at) & is_column, other=0.0)
         accumulated = tl.dot(left, right, accumulated, input_precision="ieee")
 
     # not earlier: the next kernel's programs would stand in the way of those that stream
     release()
-    inside = (n[:, None] < N) & (m[None, :] < M)
+    inside = (n[:, None] < N) & is_column
     cell = m.to(tl.int64)[None, :] * N + n[:, None]
     if SPLIT == 1:  # noqa: SIM114
         tl.store(out + cell, accumulated.to(out.dtype.element_ty), mask=inside)
@@ -99,48 +101,82 @@ def linear_kernel(
         part = m.to(tl.int64)[None, :] * (N - whole) + n[:, None] - whole
         size = M.to(tl.int64) * (N - whole)
         tl.store(partial + beyond % SPLIT * size + part, accumulated, mask=inside)
-        tl.debug_barrier()
-        mine = arrivals + beyond // SPLIT * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1:
-            total = tl.load(partial + part, mask=inside, other=0.0, cache_modifier=".cg")
-            for index in tl.static_range(1, SPLIT):
-                total += tl.load(
-                    partial + index * size + part, mask=inside, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(out + cell, total.to(out.dtype.element_ty), mask=inside)
-            tl.atomic_xchg(mine, 0)
+        if not LEAVE:
+            tl.debug_barrier()
+            mine = arrivals + beyond // SPLIT * tl.num_programs(0) + tl.program_id(0)
+            if tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1:
+                total = tl.load(partial + part, mask=inside, other=0.0, cache_modifier=".cg")
+                for index in tl.static_range(1, SPLIT):
+                    total += tl.load(
+                        partial + index * size + part, mask=inside, other=0.0, cache_modifier=".cg"
+                    )
+                tl.store(out + cell, total.to(out.dtype.element_ty), mask=inside)
+                tl.atomic_xchg(mine, 0)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies x [..., K] by weight [N, K] transposed."""
-    return product(x, weight, x.dtype)
+    return product(x, weight, x.dtype, out)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `linear`, rounded once to dtype."""
     N, K = weight.shape
     rows = x.reshape(-1, K)
     M = rows.shape[0]
     if M > WIDEST or not M * N:
         if dtype != x.dtype:
-            return F.linear(x.to(dtype), weight.to(dtype))
-        return F.linear(x, weight)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+            x, weight = x.to(dtype), weight.to(dtype)
+        result = F.linear(x, weight)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty((*x.shape[:-1], N), dtype=dtype, device=x.device)
     plan = cut(N, K, weight.element_size())
-    columns = min(max(triton.next_power_of_2(M), 16), COLUMNS)
-    block_n = tile_rows(N, plan, columns)
-    tiles = plan.whole // block_n + triton.cdiv(N - plan.whole, block_n) * plan.split
-    out = torch.empty((M, N), dtype=dtype, device=x.device)
     partial = out
     if plan.split > 1:
         partial = torch.empty((plan.split, M, N - plan.whole), dtype=torch.float32, device=x.device)
+    _launch(rows, weight, plan, out, partial)
+    return out
+
+
+def runs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """The sums of a weight's runs, FP32 [runs, rows of x, N], whose own sum is the product.
+
+    None where `product` adds up no such runs of all rows of the weight.
+    """
+    N, K = weight.shape
+    rows = x.reshape(-1, K)
+    M = rows.shape[0]
+    plan = cut(N, K, weight.element_size())
+    if M > WIDEST or not M * N or plan.split == 1 or plan.whole:
+        return None
+    partial = torch.empty((plan.split, M, N), dtype=torch.float32, device=x.device)
+    _launch(rows, weight, plan, None, partial)
+    return partial
+
+
+def _launch(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    out: torch.Tensor | None,
+    partial: torch.Tensor,
+) -> None:
+    """Multiplies rows [M, K] by the weight into out; without it the runs' sums are left."""
+    (M, K), N = rows.shape, weight.shape[0]
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    columns = min(max(triton.next_power_of_2(M), 16), COLUMNS)
+    block_n = tile_rows(N, plan, columns)
+    tiles = plan.whole // block_n + triton.cdiv(N - plan.whole, block_n) * plan.split
     linear_kernel[(triton.cdiv(M, columns), tiles)](
         rows,
         weight,
-        out,
+        partial if out is None else out,
         partial,
-        _arrivals(x.device),
+        counters(rows.device),
         M,
         N,
         K,
@@ -152,11 +188,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
         COLUMNS=columns,
         SPLIT=plan.split,
         EVEN_K=K % plan.block_k == 0,
+        LEAVE=out is None,
         num_warps=8 if columns > 64 else 4,
         num_stages=3 if columns > 64 else 5 if columns <= 32 and block_n == 64 else 4,
         **OVERLAPPED,
     )
-    return out.view(*x.shape[:-1], N)
 
 
 @lru_cache(maxsize=256)
@@ -184,8 +220,8 @@ def tile_rows(N: int, plan: Plan, columns: int) -> int:
     return 128 if not few and (columns > 32 or programs <= PROCESSORS) else 64
 
 
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters for the tiles of a call; a call leaves them zero for the next one on its stream."""
+def counters(device: torch.device) -> torch.Tensor:
+    """Zeros for the tiles of a call; a call leaves them zero for the next one on its stream."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     line = _lines.get((device, stream))
     if line is None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies x [..., K] by weight [N, K] transposed."""
-    return F.linear(x, weight)
+    result = F.linear(x, weight)
+    return result if out is None else out.copy_(result)

@@ -10,6 +10,12 @@ BLOCK = 1024
 
 
 @triton.jit
+def opened(gate, up):
+    """SiLU(gate) * up in FP32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def swiglu_kernel(gate_up, out, width, row_stride, BLOCK: tl.constexpr):
     """Columns program_id(1) * BLOCK onwards of row program_id(0)."""
     enter()
@@ -18,8 +24,7 @@ def swiglu_kernel(gate_up, out, width, row_stride, BLOCK: tl.constexpr):
     inside = at < width
     gate = tl.load(gate_up + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + width + at, mask=inside, other=0.0).to(tl.float32)
-    opened = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * width + at, opened.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + at, opened(gate, up).to(out.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

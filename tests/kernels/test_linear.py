@@ -47,3 +47,14 @@ def test_bfloat16_accumulates_in_float32():
 def test_other_weight_is_refused(weight):
     with pytest.raises(ValueError, match=r"weight: expected \[\*, 8\] float32"):
         linear(torch.zeros(2, 8), weight)
+
+
+def test_result_goes_where_it_is_told():
+    x, weight = torch.randn(2, 3, 8), torch.randn(4, 8)
+    out = torch.full((2, 3, 4), float("nan"))
+    assert linear(x, weight, out) is out
+    assert torch.equal(out, linear(x, weight))
+    with pytest.raises(ValueError, match="out: expected"):
+        linear(x, weight, torch.zeros(2, 3, 5))
+    with pytest.raises(ValueError, match="out: expected contiguous memory"):
+        linear(x, weight, torch.zeros(2, 3, 8)[..., ::2])

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from kernels.add_rms_norm import add_rms_norm
+from kernels.gate_up_swiglu import gate_up_swiglu
 from kernels.linear import linear
+from kernels.linear_add_rms_norm import linear_add_rms_norm
 from kernels.linear_argmax import linear_argmax
 from kernels.linear_argmax.reference import linear_argmax as argmax_reference
 from kernels.linear_topk import linear_topk
@@ -37,6 +40,43 @@ def test_product_is_rounded_once_and_a_column_ignores_the_others(random, distanc
     assert widest[0].isnan().all()
     for width in (*range(1, 17), 17, 31, 33, 64, 65, 128, 129, 255):
         assert torch.equal(linear(x[256 - width : 256], weight), widest[256 - width :])
+
+
+@pytest.mark.parametrize(
+    ("inner", "K"), [(17408, 5120), (8448, 128), (8460, 1000), (100, 40)], ids=str
+)
+def test_activated_product_and_a_column_ignores_the_others(random, distance, inner, K):
+    x, weight = random(257, K), random(2 * inner, K, scale=K**-0.5)
+    gate, up = (x.float() @ weight.float().T).to(BF16).float().chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    # a rounding of the gate or the up half at its edge comes on top of the result's own
+    assert distance(gate_up_swiglu(x, weight), expected) < 2 * ROUNDED  # the BLAS
+    x[0] = NAN
+    widest = gate_up_swiglu(x[:256], weight)
+    assert distance(widest[1:], expected[1:256]) < 2 * ROUNDED
+    assert widest[0].isnan().all()
+    for width in (*range(1, 17), 17, 31, 33, 64, 65, 128, 129, 255):
+        assert torch.equal(gate_up_swiglu(x[256 - width : 256], weight), widest[256 - width :])
+
+
+@pytest.mark.parametrize(("N", "K"), WEIGHTS, ids=str)
+def test_product_into_the_residual_stream_has_the_bits_of_its_parts(random, N, K):
+    x, weight = random(256, K), random(N, K, scale=K**-0.5)
+    residual, gain = random(256, N), random(N, dtype=FP32)
+    for width in (1, 8, 17, 64, 128, 256):
+        rows = slice(256 - width, None)
+        fused = linear_add_rms_norm(x[rows], weight, residual[rows], gain, 1e-6)
+        parts = add_rms_norm(residual[rows], linear(x[rows], weight), gain, 1e-6)
+        for one, other in zip(fused, parts, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_product_writes_where_it_is_told(random):
+    x, weight = random(300, 256), random(130, 256)
+    for width in (8, 300):
+        out = torch.full((width, 130), NAN, dtype=BF16, device="cuda")
+        assert linear(x[:width], weight, out) is out
+        assert torch.equal(out, linear(x[:width], weight))
 
 
 def test_float32_products_keep_float32(random, distance):

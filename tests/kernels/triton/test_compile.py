@@ -56,7 +56,8 @@ CASES = {
         for axes in (False, True)
     },
     **{
-        f"linear-{columns}-columns-{rows}-rows-split-{split}-{'even' if even else 'odd'}": (
+        f"linear-{columns}-columns-{rows}-rows-split-{split}-{'even' if even else 'odd'}"
+        f"{'-left' if leave else ''}": (
             "linear.linear_kernel",
             {"x": BF16, "weight": BF16, "out": BF16, "partial": FP32, "arrivals": "*i32"},
             {
@@ -66,15 +67,55 @@ CASES = {
                 "COLUMNS": columns,
                 "SPLIT": split,
                 "EVEN_K": even,
+                "LEAVE": leave,
             },
             {"num_stages": stages, "num_warps": warps},
         )
-        for columns, rows, split, even, stages, warps in (
-            (16, 64, 1, True, 5, 4),
-            (16, 128, 3, False, 4, 4),
-            (32, 64, 4, True, 5, 4),
-            (64, 128, 1, True, 4, 4),
-            (128, 128, 3, True, 3, 8),
+        for columns, rows, split, even, leave, stages, warps in (
+            (16, 64, 1, True, False, 5, 4),
+            (16, 128, 3, False, True, 4, 4),
+            (32, 64, 4, True, False, 5, 4),
+            (64, 128, 1, True, False, 4, 4),
+            (64, 128, 3, True, True, 4, 4),
+            (128, 128, 3, True, False, 3, 8),
+        )
+    },
+    "linear_add_rms_norm-5120": (
+        "linear_add_rms_norm.runs_norm_kernel",
+        {**dict.fromkeys(("residual", "total", "out"), BF16), "eps": "fp32", "partial": FP32}
+        | {"gain": FP32},
+        {"SPLIT": 3, "BLOCK": 8192},
+        {"num_warps": 16},
+    ),
+    **{
+        f"gate_up_swiglu-{columns}-columns{'' if engine else '-unaligned'}": (
+            "gate_up_swiglu.gate_up_swiglu_kernel",
+            {
+                "x": f"tensordesc<bf16[{columns}, {block_k}]>" if engine else BF16,
+                "weight": f"tensordesc<bf16[64, {block_k}]>" if engine else BF16,
+                "out": BF16,
+                "partial": FP32,
+                "arrivals": "*i32",
+            },
+            {
+                "w_k": 1,
+                "BLOCK_N": 64,
+                "BLOCK_K": block_k,
+                "COLUMNS": columns,
+                "SPLIT": 8,
+                "EVEN_K": engine,
+                "ENGINE": engine,
+                "CUT_FIRST": columns > 16,
+            },
+            {"num_stages": stages, "num_warps": warps},
+        )
+        for columns, block_k, engine, stages, warps in (
+            (16, 128, True, 3, 4),
+            (16, 128, False, 3, 4),
+            (32, 128, True, 5, 4),
+            (64, 64, True, 3, 4),
+            (64, 64, False, 3, 4),
+            (128, 128, True, 3, 8),
         )
     },
     **{

@@ -112,7 +112,7 @@ def test_streams_count_apart(monkeypatch):
     seen = {}
     for number in (7, 5, 7, 9, 5):
         stream.cuda_stream = number
-        seen.setdefault(number, set()).add(kernel._arrivals(torch.device("cuda", 0)))
+        seen.setdefault(number, set()).add(kernel.counters(torch.device("cuda", 0)))
     assert all(len(places) == 1 for places in seen.values())
     assert len(set.union(*seen.values())) == 3
 
