@@ -23,15 +23,16 @@ import torch
 import torch.nn.functional as F
 
 from kernels import dynamic_grouped_conv
-from kernels.add_rms_norm import add_rms_norm
 from kernels.candidate_tree import candidate_tree
 from kernels.causal_attention import causal_attention
 from kernels.context_kv_materialize import context_kv_materialize
+from kernels.gate_up_swiglu import gate_up_swiglu
 from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gdn_fold import gdn_fold
 from kernels.gdn_verify import GdnRecord, gdn_verify
 from kernels.head_norm_rope import head_norm_rope
 from kernels.linear import linear
+from kernels.linear_add_rms_norm import linear_add_rms_norm
 from kernels.linear_topk import linear_topk
 from kernels.moe import moe
 from kernels.rms_norm import rms_norm
@@ -145,6 +146,30 @@ def linears(g: Geometry, B: int, W: int) -> Iterator[Case]:
                 return lambda: product(x, weight)
 
             yield Case(op, f"{name} {N}x{K}, {B * W} columns", size, made)
+
+
+def fused(g: Geometry, B: int, W: int) -> Iterator[Case]:
+    """Products with what follows them."""
+    names = [n for n in ("gdn out", "attention out", "down") if n in g.weights]
+    for name in names:
+        N, K = g.weights[name]
+
+        def ended(N: int = N, K: int = K) -> Callable[[], object]:
+            x, residual, gain = random(B, W, K), random(B, W, N), torch.ones(N, device=DEVICE)
+            weight = random(N, K, scale=0.02)
+            return lambda: linear_add_rms_norm(x, weight, residual, gain, 1e-6)
+
+        size = 2 * (N * K + B * W * (3 * N + K))
+        yield Case("linear_add_rms_norm", f"{name} {N}x{K}, {B * W} columns", size, ended)
+    if not g.experts:
+        N, K = g.weights["gate and up"]
+
+        def opened() -> Callable[[], object]:
+            x, weight = random(B, W, K), random(N, K, scale=0.02)
+            return lambda: gate_up_swiglu(x, weight)
+
+        size = 2 * (N * K + B * W * (N // 2 + K))
+        yield Case("gate_up_swiglu", f"{N}x{K}, {B * W} columns", size, opened)
 
 
 def norms(g: Geometry, B: int, W: int) -> Iterator[Case]:
@@ -379,7 +404,7 @@ def chains(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
     def gain(width: int) -> torch.Tensor:
         return torch.ones(width, device=DEVICE)
 
-    def gdn() -> Mixer:
+    def gdn() -> tuple[Mixer, torch.Tensor]:
         enter, leave, channel_weights = weight("gdn in"), weight("gdn out"), random(C, 4)
         rates = [random(Hv, dtype=torch.float32) for _ in range(2)]
         state = random(B, Hv, D, D, dtype=torch.float32, scale=0.1)
@@ -391,11 +416,11 @@ def chains(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
             constants = (channel_weights, *rates)
             out = gdn_verify(qkv, a, b, *constants, state, history, slots, counts, record)
             gate = z.unflatten(-1, (Hv, D))
-            return linear(gated_rms_norm(out, gate, inner_gain, 1e-6).flatten(2), leave)
+            return gated_rms_norm(out, gate, inner_gain, 1e-6).flatten(2)
 
-        return mixed
+        return mixed, leave
 
-    def attention(context: int) -> Mixer:
+    def attention(context: int) -> tuple[Mixer, torch.Tensor]:
         enter, leave = weight("attention in"), weight("attention out")
         gains = torch.ones(g.heads + g.key_heads, g.head_dim, device=DEVICE)
         pages = -(-(context + W) // PAGE)
@@ -413,10 +438,9 @@ def chains(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
                 [g.heads, g.key_heads], 2
             )
             planes = (query, key, value, gate, key_pages, value_pages)
-            attended = causal_attention(*planes, order, frontiers, counts)
-            return linear(attended, leave)
+            return causal_attention(*planes, order, frontiers, counts)
 
-        return mixed
+        return mixed, leave
 
     for context in contexts:
 
@@ -429,10 +453,11 @@ def chains(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
 
             def period() -> tuple[torch.Tensor, torch.Tensor]:
                 residual, normed = x, rms_norm(x, layers[0][1], 1e-6)
-                for mixer, after, between, gate_up, down in layers:
-                    residual, normed = add_rms_norm(residual, mixer(normed), between, 1e-6)
-                    fed = linear(swiglu(linear(normed, gate_up)), down)
-                    residual, normed = add_rms_norm(residual, fed, after, 1e-6)
+                for (mixer, leave), after, between, gate_up, down in layers:
+                    ended = mixer(normed), leave, residual, between, 1e-6
+                    residual, normed = linear_add_rms_norm(*ended)
+                    ended = gate_up_swiglu(normed, gate_up), down, residual, after, 1e-6
+                    residual, normed = linear_add_rms_norm(*ended)
                 return residual, normed
 
             return period
@@ -447,6 +472,7 @@ def chains(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
 def cases(g: Geometry, B: int, W: int, contexts: list[int]) -> Iterator[Case]:
     """All cases of B rows of W columns."""
     yield from linears(g, B, W)
+    yield from fused(g, B, W)
     yield from norms(g, B, W)
     yield from attentions(g, B, W, contexts)
     yield from recurrences(g, B, W)

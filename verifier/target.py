@@ -17,16 +17,17 @@ from torch import Tensor
 
 from kernels.add_rms_norm import add_rms_norm
 from kernels.causal_attention import causal_attention
+from kernels.gate_up_swiglu import gate_up_swiglu
 from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gdn_fold import gdn_fold
 from kernels.gdn_prefill import gdn_prefill
 from kernels.gdn_verify import GdnRecord, gdn_verify
 from kernels.head_norm_rope import head_norm_rope
 from kernels.linear import linear
+from kernels.linear_add_rms_norm import linear_add_rms_norm
 from kernels.moe import moe
 from kernels.prefill_attention import prefill_attention
 from kernels.rms_norm import rms_norm
-from kernels.swiglu import swiglu
 from kernels.tree_compact import compact_columns, compact_pages
 from kernels.trees import depths
 from verifier.config import TargetConfig
@@ -44,7 +45,7 @@ from verifier.weights import (
 class Forward:
     """What the target computed for B rows of W columns; dead columns hold arbitrary values."""
 
-    logits: Tensor | None  # FP32 [B, W, V]; prefill gives the last column alone, or none
+    logits: Tensor | None  # [B, W, V]; prefill gives the last column alone, or none
     hidden: Tensor  # [B, W, H] after the final norm: what the head multiplies
     features: Tensor  # [B, W, taps*H] residuals after the tapped blocks, in tap order
     records: GdnRecord | None  # of a verify block: planes [Lg, B, W, ...]
@@ -64,7 +65,7 @@ class Results:
         columns, config = rows * width, target.config
         like = target.weights.embedding
         return cls(
-            logits=like.new_empty(columns, config.vocab_size, dtype=torch.float32),
+            logits=like.new_empty(columns, config.vocab_size),
             hidden=like.new_empty(columns, config.hidden_size),
             features=like.new_empty(columns, target.feature_width),
         )
@@ -161,7 +162,7 @@ class Target:
         features = self.weights.embedding.new_empty(1, width, self.feature_width)
         hidden = self._blocks(token_ids.to(device).unsqueeze(0), span, features, _ignore)[:, -1:]
         self.state.continuation[residency.lane] = hidden[0, 0]
-        logits = linear(hidden, self.weights.head).float() if want_logits else None
+        logits = linear(hidden, self.weights.head) if want_logits else None
         return Forward(logits, hidden, features, records=None)
 
     @torch.inference_mode()
@@ -207,14 +208,14 @@ class Target:
             token_ids.to(device), span, results.features, features_ready or _ignore
         )
         results.hidden.copy_(hidden)
-        results.logits.copy_(linear(results.hidden, self.weights.head))
+        linear(results.hidden, self.weights.head, results.logits)
         return Forward(results.logits, results.hidden, results.features, records)
 
     @torch.inference_mode()
     def next_logits(self, residency: Residency) -> Tensor:
-        """Logits FP32 [1, 1, V] of the token that follows what a resident has processed."""
+        """Logits [1, 1, V] of the token that follows what a resident has processed."""
         hidden = self.state.continuation[residency.lane].view(1, 1, -1)
-        return linear(hidden, self.weights.head).float()
+        return linear(hidden, self.weights.head)
 
     @torch.inference_mode()
     def compact(
@@ -281,9 +282,9 @@ class Target:
             else:
                 mixed = self._attention(block.mixer, normed, full_layer, span)
                 full_layer += 1
-            x, normed = add_rms_norm(x, mixed, block.feed_forward_gain, eps)
-            fed = self._feed_forward(block.feed_forward, normed)
-            x, normed = add_rms_norm(x, fed, gains_after[index], eps)
+            gain = block.feed_forward_gain
+            x, normed = linear_add_rms_norm(mixed, block.mixer.output, x, gain, eps)
+            x, normed = self._feed_forward(block.feed_forward, normed, x, gains_after[index])
             place = self._places.get(index)
             if place is not None:
                 features[..., place * hidden : (place + 1) * hidden] = x
@@ -292,7 +293,7 @@ class Target:
         return normed
 
     def _gdn(self, gdn: GdnWeights, normed: Tensor, layer: int, span: _Span) -> Tensor:
-        """out_proj(rms(delta_rule(conv(qkv), a, b)) * SiLU(z)), value head by value head."""
+        """rms(delta_rule(conv(qkv), a, b)) * SiLU(z), value head by value head."""
         config = self.config
         heads, value_dim = config.gdn_value_head_count, config.gdn_value_dim
         qkv, z, a, b = torch.split(
@@ -302,7 +303,7 @@ class Target:
         )
         mixed = self._delta_rule(gdn, layer, span, qkv, a, b)
         gate = torch.unflatten(z, -1, (heads, value_dim))
-        return linear(gated_rms_norm(mixed, gate, gdn.norm, config.norm_eps).flatten(2), gdn.output)
+        return gated_rms_norm(mixed, gate, gdn.norm, config.norm_eps).flatten(2)
 
     def _delta_rule(
         self, gdn: GdnWeights, layer: int, span: _Span, qkv: Tensor, a: Tensor, b: Tensor
@@ -331,7 +332,7 @@ class Target:
     def _attention(
         self, attention: AttentionWeights, normed: Tensor, layer: int, span: _Span
     ) -> Tensor:
-        """o_proj(softmax(query . keys) values * sigmoid(gate)) over paged past and block."""
+        """softmax(query . keys) values * sigmoid(gate) over paged past and block."""
         config = self.config
         heads = torch.unflatten(linear(normed, attention.projection), -1, (-1, config.head_dim))
         queries, keys = config.head_count, config.key_value_head_count
@@ -345,12 +346,10 @@ class Target:
             # one sequence, all of its columns live
             query, key, value, gate = (part[0] for part in block)
             place = span.page_tables[0], span.frontiers[0]
-            attended = prefill_attention(query, key, value, gate, *pages, *place).unsqueeze(0)
-        else:
-            attended = causal_attention(
-                *block, *pages, span.page_tables, span.frontiers, span.counts, span.ancestors
-            )
-        return linear(attended, attention.output)
+            return prefill_attention(query, key, value, gate, *pages, *place).unsqueeze(0)
+        return causal_attention(
+            *block, *pages, span.page_tables, span.frontiers, span.counts, span.ancestors
+        )
 
     def _rotated(self, heads: Tensor, gains: Tensor, span: _Span) -> Tensor:
         """Heads normalised one by one, their leading dimensions rotated by position."""
@@ -364,12 +363,16 @@ class Target:
             rotary_dim=config.rotary_dim,
         )
 
-    def _feed_forward(self, layer: DenseWeights | MixtureWeights, normed: Tensor) -> Tensor:
-        """down(SiLU(gate) * up), of one layer or of the experts that the router picks."""
+    def _feed_forward(
+        self, layer: DenseWeights | MixtureWeights, normed: Tensor, x: Tensor, gain: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x + down(SiLU(gate) * up), of one layer or of the router's experts, and its norm."""
+        eps = self.config.norm_eps
         if isinstance(layer, DenseWeights):
-            return linear(swiglu(linear(normed, layer.gate_up)), layer.down)
+            inner = gate_up_swiglu(normed, layer.gate_up)
+            return linear_add_rms_norm(inner, layer.down, x, gain, eps)
         assert self.config.mixture is not None
-        return moe(
+        fed = moe(
             normed.flatten(0, 1),
             layer.router,
             layer.gate_up,
@@ -379,6 +382,7 @@ class Target:
             layer.shared_gate,
             self.config.mixture.top_k,
         ).view_as(normed)
+        return add_rms_norm(x, fed, gain, eps)
 
     def _span(
         self,

@@ -107,7 +107,7 @@ class Reference:
         """Logits after the prompt, and after each token of ``output``."""
         pieces = [tuple(prompt), *((token,) for token in output)]
         return [
-            forward.logits[0, -1, : self._public_vocab]
+            forward.logits[0, -1, : self._public_vocab].float()
             for forward in self._prefilled(pieces)
             if forward.logits is not None
         ]
