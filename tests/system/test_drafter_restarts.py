@@ -66,9 +66,9 @@ class Watch:
                 self.hurry.wait(0.15)
             return whole(rounds, proposal)
 
-        def accounted(rounds, row, drafted, accepted, *rest):
-            self.accepted += accepted
-            return account(rounds, row, drafted, accepted, *rest)
+        def accounted(rounds, row, kept):
+            self.accepted += kept.accepted
+            return account(rounds, row, kept)
 
         monkeypatch.setattr(Rounds, "verify", unhurried)
         monkeypatch.setattr(Rounds, "_account", accounted)
