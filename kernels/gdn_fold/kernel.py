@@ -6,13 +6,44 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gdn_verify.kernel import OPTIONS, VALUES, column_of, ready, transition
+from kernels.gdn_verify.kernel import (
+    OPTIONS,
+    VALUES,
+    inverse_norm,
+    load_state,
+    store_state,
+    transition,
+    value_of,
+    vector_in_parts,
+)
 from kernels.overlap import OVERLAPPED, enter
 
 if TYPE_CHECKING:
     from kernels.gdn_verify import GdnRecord
 
 CHANNELS = 256  # of a history, in one program
+
+
+@triton.jit
+def key_of(keys, live, DK: tl.constexpr, KEYS: tl.constexpr):
+    """A recorded key as a whole, for its norm, and in parts; zeros unless it is live."""
+    end = tl.where(live, DK, 0)
+    at = tl.arange(0, KEYS)
+    whole = tl.load(keys + at, mask=at < end, other=0.0)
+    return whole, vector_in_parts(keys, end, KEYS)
+
+
+@triton.jit
+def unit(whole, parts):
+    """The parts of a key at unit length, FP32."""
+    whole = whole.to(tl.float32)
+    inverse = inverse_norm(tl.sum(whole * whole, axis=0))
+    return (
+        parts[0].to(tl.float32) * inverse,
+        parts[1].to(tl.float32) * inverse,
+        parts[2].to(tl.float32) * inverse,
+        parts[3].to(tl.float32) * inverse,
+    )
 
 
 @triton.jit
@@ -63,31 +94,32 @@ def gdn_fold_kernel(  # noqa: PLR0915
         layer = (index // (BLOCKS * HV) // rows).to(tl.int64)
         count = tl.load(counts + row).to(tl.int32)
         if count > 0:
-            dk = tl.arange(0, KEYS)
             dv = block * VALUES + tl.arange(0, VALUES)
-            is_key, is_value = dk < DK, dv < DV
-            cells = dk[:, None] * DV + dv[None, :]
-            is_cell = is_key[:, None] & is_value[None, :]
+            is_value = dv < DV
             source = state + layer * state_layer
             source += (tl.load(source_slots + row) * HV + head) * DK * DV
-            current = tl.load(source + cells, mask=is_cell, other=0.0)
+            current = load_state(source, dv, is_value, DK, DV, KEYS)
             keys = record_key + layer * key_layer + row * key_row + head // (HV // HK) * DK
-            values = record_value + layer * value_layer + row * value_row + head * DV
+            values = record_value + layer * value_layer + row * value_row + head * DV + dv
             gates = record_gate + layer * gate_layer + row * gate_row + 2 * head
-            keys, values = keys + dk, values + dv
             # while one column is folded the next is made ready, and the one after it is asked for
-            column = ready(*column_of(keys, values, gates, dk, dv, True, DK, DV))
+            whole, parts = key_of(keys, True, DK, KEYS)
+            key = unit(whole, parts)
+            value, g, beta = value_of(values, gates, dv, True, DV)
             keys, values, gates = keys + key_column, values + value_column, gates + gate_column
-            following = column_of(keys, values, gates, dk, dv, count > 1, DK, DV)
+            whole, parts = key_of(keys, count > 1, DK, KEYS)
             for i in range(count):
-                keys, values, gates = keys + key_column, values + value_column, gates + gate_column
-                later = column_of(keys, values, gates, dk, dv, i + 2 < count, DK, DV)
-                current = transition(current, *column)
-                column = ready(*following)
-                following = later
+                keys = keys + key_column
+                next_whole, next_parts = key_of(keys, i + 2 < count, DK, KEYS)
+                next_value, next_g, next_beta = value_of(values, gates, dv, i + 1 < count, DV)
+                values, gates = values + value_column, gates + gate_column
+                current = transition(current, key, value, g, beta)
+                key = unit(whole, parts)
+                whole, parts = next_whole, next_parts
+                value, g, beta = next_value, next_g, next_beta
             destination = state + layer * state_layer
             destination += (tl.load(destination_slots + row) * HV + head) * DK * DV
-            tl.store(destination + cells, current, mask=is_cell)
+            store_state(destination, current, dv, is_value, DK, DV, KEYS)
     else:
         part = index - state_programs
         channel = part % PARTS * CHANNELS + tl.arange(0, CHANNELS)
@@ -148,7 +180,7 @@ def gdn_fold(
         HV=HV,
         DK=DK,
         DV=DV,
-        KEYS=triton.next_power_of_2(DK),
+        KEYS=max(triton.next_power_of_2(DK), 4),
         VALUES=values,
         CHANNELS=channels,
         **OPTIONS,

@@ -124,21 +124,20 @@ CASES = {
             {
                 **({"ancestors": "*i32"} if tree else {}),
                 **dict.fromkeys(("projected", "a", "b", "conv_weight", "conv_history"), BF16),
-                **dict.fromkeys(("query", "record_conv", "record_key", "record_value"), BF16),
-                **dict.fromkeys(("a_log", "dt_bias", "record_gate"), FP32),
+                **dict.fromkeys(("record_conv", "record_key", "record_value"), BF16),
+                **dict.fromkeys(("a_log", "dt_bias", "record_gate", "units"), FP32),
                 **dict.fromkeys(("slots", "counts"), INT64),
             },
             {
                 **({} if tree else {"ancestors": None}),
-                "KEYS": 2048,
-                "VALUES": 128 * heads,
-                "HEADS": heads,
-                "HEADS_BLOCK": block,
-                "CHANNELS": 256,
+                **geometry,
+                "VALUES": 128,
+                "HEADS": 2,
+                "GATES": gates,
             },
-            {"num_warps": 2},
+            {"num_warps": 2, "enable_fp_fusion": False},
         )
-        for name, heads, block in (("27B", 48, 64), ("35B", 32, 32))
+        for name, geometry, gates in (("27B", GDN_27B, 64), ("35B", GDN_35B, 32))
         for tree in (False, True)
     },
     **{
@@ -146,8 +145,8 @@ CASES = {
             "gdn_verify.gdn_verify_kernel",
             {
                 **({"ancestors": "*i32"} if tree else {}),
-                **dict.fromkeys(("query", "record_key", "record_value", "out"), BF16),
-                **dict.fromkeys(("state", "record_gate"), FP32),
+                **dict.fromkeys(("record_value", "out"), BF16),
+                **dict.fromkeys(("state", "record_gate", "units"), FP32),
                 **dict.fromkeys(("slots", "counts"), INT64),
             },
             geometry | ({} if tree else {"ancestors": None}),
@@ -299,11 +298,23 @@ def test_verify_and_fold_sum_in_the_same_order(name):
     def sums(case):
         text = built(case).asm["ttgir"]
         layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, flags=re.MULTILINE))
-        operands = re.findall(r"\}\) : \(tensor<(\w+), (#\w+)>\) ->", text)
-        return {(shape, layouts[layout]) for shape, layout in operands}
+        operands = re.findall(r"\}\) : \(tensor<(\w+), (#.+)>\) ->", text)
+        return {
+            (shape, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), layout))
+            for shape, layout in operands
+        }
 
-    assert len(sums(f"gdn_fold-{name}")) == 2
-    assert sums(f"gdn_verify-{name}") == sums(f"gdn_fold-{name}")
+    # sums of real numbers: over the square of a key, within a thread and over threads
+    fold = sums(f"gdn_fold-{name}")
+    assert len(fold) == 3
+    square = {(shape, layout) for shape, layout in fold if shape == "128xf32"}
+    assert sums(f"gdn_verify-{name}") == fold - square
     # a path's columns are found by sums of integers besides
     real = {(shape, layout) for shape, layout in sums(f"gdn_verify-{name}-tree") if "f32" in shape}
-    assert real == sums(f"gdn_fold-{name}")
+    assert real == fold - square
+    # the square is summed by one warp in the same order, there one of the program's two
+    assert "sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [1]" in square.pop()[1]
+    for case in (f"gdn_verify-{name}-record", f"gdn_verify-{name}-record-tree"):
+        layouts = {layout for shape, layout in sums(case) if shape == "2x128xf32"}
+        (layout,) = layouts
+        assert "sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [2, 1]" in layout
