@@ -12,12 +12,8 @@ licenses and N <= L what is committed and published.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from functools import partial
-
-import structlog
 
 from outrider.faults import FaultError
 from verifier.acceptance import LicensedRow
@@ -25,13 +21,12 @@ from verifier.blocks import Block, BlockRow, Blocks, HostRows
 from verifier.draft_policy import DraftPolicy
 from verifier.drafter_link import DrafterLink
 from verifier.metrics import VerifierMetrics
+from verifier.outbox import Kept, Outbox
 from verifier.preview import Preview
 from verifier.proposals import Ask, Drafted, Law
-from verifier.request import Finish, FinishReason, RoundTrace, TokenOrigin
+from verifier.request import Finish, FinishReason
 from verifier.sequence import Sequence
-from verifier.trees import TreeAsk, Trees, main_chain
-
-log = structlog.get_logger("outrider.rounds")
+from verifier.trees import TreeAsk, Trees
 
 
 @dataclass(frozen=True)
@@ -84,22 +79,6 @@ class PreviewedBlock:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What was adopted of one row."""
-
-    preview: Preview
-    first: int  # F as it was
-    licensed: LicensedRow
-    drafted: Drafted | None
-    is_round: bool  # not a prompt's first token
-
-    @property
-    def accepted(self) -> int:
-        """Proposals among what was adopted."""
-        return min(self.licensed.accepted, self.preview.count)
-
-
-@dataclass(frozen=True)
 class CommittedBlock:
     """What was adopted, ready for the clients."""
 
@@ -146,7 +125,7 @@ class Rounds:
         self.trees = trees
         self._tree_paths = tree_paths
         self._undrafted = False  # whether the policy has chosen P = 0 for the next round
-        self._outbox: list[Callable[[], None]] = []
+        self._outbox = Outbox(self.metrics, draft_tokens)
         # feature rows of prompts that are still being copied to the host
         self._arriving: list[tuple[Sequence, HostRows]] = []
 
@@ -458,68 +437,22 @@ class Rounds:
                 row.usage.total_ns = now - row.request.arrival_ns
             finish = ending if isinstance(ending, Finish) else None
             if kept is not None:
-                self._outbox.append(partial(self._tell, row, kept, finish))
+                self._outbox.kept(row, kept, finish)
             if ending is not None and not isinstance(ending, Finish):
                 self.end(row, ending)
-
-    def _tell(self, row: Sequence, kept: Kept, finish: Finish | None) -> None:
-        """Accounts for what was kept and turns it into what the row's client may see."""
-        count = kept.preview.count
-        trace = self._account(row, kept) if kept.is_round else None
-        delta = row.session.commit(
-            kept.preview,
-            origins_of(kept.drafted, kept.licensed)[:count],
-            kept.licensed.logprobs[:count],
-            trace,
-        )
-        row.ticket.publish(delta, finish)
-
-    def _account(self, row: Sequence, kept: Kept) -> RoundTrace | None:
-        usage, drafted, accepted = row.usage, kept.drafted, kept.accepted
-        count, columns = kept.preview.count, kept.licensed.columns[: kept.preview.count]
-        proposed = drafted.token_ids if drafted is not None else ()
-        usage.rounds += 1
-        usage.proposed += len(proposed)
-        if drafted is not None and drafted.parents:
-            side = len(columns) - main_chain(columns)
-            usage.tree_rounds += 1
-            usage.tree_columns += len(proposed) + 1
-            usage.side_accepted += side
-            self.metrics.tree_committed(len(proposed), accepted, count, side, self.draft_tokens)
-        else:
-            self.metrics.row_committed(len(proposed), accepted, count)
-        usage.accepted += accepted
-        for position in range(accepted):
-            usage.accepted_per_position[position] += 1
-        log.debug(
-            "round_committed",
-            request_id=row.request.request_id,
-            sample=row.request.sample_index,
-            frontier=kept.first,
-            proposed=len(proposed),
-            accepted=accepted,
-            committed=count,
-        )
-        if not row.request.return_rounds:
-            return None
-        parents = drafted.parents if drafted is not None else ()
-        return RoundTrace(kept.first, proposed, accepted, count, parents, columns)
 
     def end(self, row: Sequence, outcome: FinishReason | FaultError) -> None:
         """Ends a row before its time; its client hears of it after everything published before."""
         row.finished = True
-        self._outbox.append(partial(row.end, outcome))
+        self._outbox.ended(row, outcome)
 
     def deliver(self) -> None:
         """Tells the clients what was published and what ended.
 
         Called where the engine waits anyway, for the drafter or the device, and before anything is
-        previewed again: it accounts, makes the texts and wakes the server's loop, which takes the
-        interpreter's lock away for a while.
+        previewed again.
         """
-        outbox, self._outbox = self._outbox, []
-        for tell in outbox:
-            tell()
+        self._outbox.deliver()
 
 
 def _nothing() -> None:
@@ -537,12 +470,3 @@ def block_row(row: Sequence, drafted: Drafted | None) -> BlockRow:
         (row.anchor, *drafted.token_ids),
         drafted.parents,
     )
-
-
-def origins_of(drafted: Drafted | None, allowed: LicensedRow) -> tuple[TokenOrigin, ...]:
-    """Where each of the L licensed tokens came from."""
-    if drafted is None:
-        return (TokenOrigin.TARGET,)
-    ended = drafted.ends_at(allowed.accepted, allowed.columns)
-    terminal = TokenOrigin.BONUS if ended else TokenOrigin.CORRECTION
-    return (TokenOrigin.ACCEPTED,) * allowed.accepted + (terminal,)
