@@ -43,7 +43,7 @@ Row = dict[str, Any]
 REPEATS = 15
 DRAFT_TOKENS = 7
 WARM_CALLS = 2
-
+TURN_TOKENS = 3200  # of a first turn without a tokenizer
 
 PARTS = ("copies", "turns", "gaps", "auto")
 DOCUMENT = "\n".join(f"def step_{i}(x):\n    return x + {i * i}\n" for i in range(180))
@@ -96,7 +96,9 @@ class Pair:
     def two_turns(self, client: Client) -> tuple[Usage, Usage]:
         """A conversation of 3,200 tokens; of ids alone where there is no tokenizer."""
         if self.drawn:
-            ids = torch.randint(1, FEW_IDS, (3200,), generator=torch.Generator().manual_seed(2))
+            ids = torch.randint(
+                1, FEW_IDS, (TURN_TOKENS,), generator=torch.Generator().manual_seed(2)
+            )
             first = client.generate(prompt_ids=ids.tolist(), max_tokens=32, temperature=0)
             longer = [*ids.tolist(), *first.token_ids, *range(1, 20)]
             second = client.generate(prompt_ids=longer, max_tokens=32, temperature=0)

@@ -63,14 +63,15 @@ def test_chunks_in_a_row_have_no_round_between_them(tmp_path: Path, kinds: str, 
     assert read.longest_run(0, 100 * MS) == longest
 
 
-def test_every_part_runs_and_none_starts_late(tmp_path: Path, capsys):
+def test_every_part_runs_and_none_starts_late(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(state, "TURN_TOKENS", 320)
     folder, kept = save_shrunken(tmp_path), tmp_path / "rows.json"
     pair = [f"--geometry={folder / 'target'}", f"--geometry-draft={folder / 'dflash2'}"]
     small = ["--chunk=32", "--chunks=4", "--tokens=8", "--repeats=2", "--positions=100"]
     state.main([*pair, *small, f"--json={kept}"])
     rows = {row["row"]: row for row in json.loads(kept.read_text())["rows"]}
     assert rows["target: capture"]["mib"] > 0
-    assert rows["second turn"]["cached_tokens"] == 3200 + 31
+    assert rows["second turn"]["cached_tokens"] == 320 + 31
     assert rows["second turn, nothing kept"]["cached_tokens"] == 0
     beside = rows["the same beside a prompt of 4 chunks of 32"]
     assert beside["chunks_in_a_row"] == 1

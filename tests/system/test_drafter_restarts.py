@@ -23,6 +23,7 @@ from outrider.cli import demo
 from outrider.client import Client, Completion
 from tests.system.test_drafter_away import free_port
 from verifier.options import VerifierOptions
+from verifier.outbox import Outbox
 from verifier.rounds import Rounds
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_rounds": True}
@@ -59,19 +60,19 @@ class Watch:
     def __init__(self, monkeypatch) -> None:
         self.accepted = 0
         self.hurry = threading.Event()
-        whole, account = Rounds.verify, Rounds._account
+        whole, account = Rounds.verify, Outbox._account
 
         def unhurried(rounds, proposal):
             if not rounds.link.connected:
                 self.hurry.wait(0.15)
             return whole(rounds, proposal)
 
-        def accounted(rounds, row, kept):
+        def accounted(outbox, row, kept):
             self.accepted += kept.accepted
-            return account(rounds, row, kept)
+            return account(outbox, row, kept)
 
         monkeypatch.setattr(Rounds, "verify", unhurried)
-        monkeypatch.setattr(Rounds, "_account", accounted)
+        monkeypatch.setattr(Outbox, "_account", accounted)
 
 
 def until(condition, seconds: float = 60.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -34,16 +35,16 @@ class Net:
         return Client(self.front.address, options=OWN)
 
 
-@pytest.fixture(
-    params=[
-        {"shared_memory": True},
-        {"shared_memory": True, "spin_ms": 500},
-        {"shared_memory": False},
-    ],
-    ids=["shared_memory", "rounds_in_memory", "messages"],
-)
+WAYS = {
+    "shared_memory": {"shared_memory": True},
+    "rounds_in_memory": {"shared_memory": True, "spin_ms": 500},
+    "messages": {"shared_memory": False},
+}
+
+
+@pytest.fixture
 def net(dense, request) -> Iterator[Net]:
-    yield from _net(dense, **request.param)
+    yield from _net(dense, **WAYS[request.param])
 
 
 @pytest.fixture
@@ -145,7 +146,17 @@ def drafting(net: Net, client: Client, oracle) -> None:
     until(drafted)
 
 
-@pytest.mark.parametrize("fault", ["delay", "throttle", "cut", "reset", "freeze"])
+@pytest.mark.parametrize(
+    ("net", "fault"),
+    [
+        *itertools.product(
+            ["shared_memory", "messages"], ["delay", "throttle", "cut", "reset", "freeze"]
+        ),
+        ("rounds_in_memory", "reset"),
+        ("rounds_in_memory", "freeze"),
+    ],
+    indirect=["net"],
+)
 def test_a_bad_network_to_the_drafter_costs_speed_and_nothing_else(net, oracle, fault):
     expected = greedy(oracle, prompt(20), 300)
     with Client(net.pair.address) as client:
@@ -169,6 +180,7 @@ def test_a_bad_network_to_the_drafter_costs_speed_and_nothing_else(net, oracle, 
     net.pair.expect_idle()
 
 
+@pytest.mark.parametrize("net", list(WAYS), indirect=True)
 def test_a_drafter_that_answers_too_late_is_lost_and_found_again(net, oracle):
     with Client(net.pair.address) as client:
         net.back.delay_s = 1.2 * DRAFT_TIMEOUT_MS / 1000

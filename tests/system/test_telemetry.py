@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import drafter.metrics
 import verifier.metrics
-import verifier.rounds
+import verifier.outbox
 from outrider import cli
 from outrider.cli import top
 from outrider.cli.top import Scrape
@@ -272,7 +272,7 @@ def events(monkeypatch):
         None, processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(0)
     )
     # the modules' own loggers remember how logs were set up when they were first used
-    for module in (verifier.metrics, verifier.rounds, drafter.metrics):
+    for module in (verifier.metrics, verifier.outbox, drafter.metrics):
         monkeypatch.setattr(module, "log", listening)
     return seen
 

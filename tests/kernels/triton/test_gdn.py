@@ -96,8 +96,15 @@ def in_trees(arguments, *, seed=0, most=8):
     return arguments | {"ancestors": masks}
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-@pytest.mark.parametrize(("counts", "W"), [((2, 3), 3), ((12, 0, 7), 12), ((32,), 32)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "W", "geometry"),
+    [
+        *(((2, 3), 3, geometry) for geometry in GEOMETRIES),
+        ((12, 0, 7), 12, GEOMETRIES[-1]),
+        ((32,), 32, GEOMETRIES[0]),
+    ],
+    ids=str,
+)
 def test_trees_equal_reference(gdn, distance, geometry, counts, W):
     arguments = gdn.block(len(counts), W, geometry)
     arguments["counts"] = torch.tensor(counts)
@@ -113,7 +120,7 @@ def test_trees_equal_reference(gdn, distance, geometry, counts, W):
             assert distance(plane[row, :count], other[row, :count]) < 2e-6
 
 
-@pytest.mark.parametrize("most", [1, 2, 8], ids="paths={}".format)
+@pytest.mark.parametrize("most", [2, 8], ids="paths={}".format)
 def test_every_path_is_a_chain_of_its_own_columns_bit_for_bit(gdn, most):
     arguments = in_trees(gdn.block(2, 14, (1, 2, 16, 5)), most=most)
     out = gdn_verify(**arguments)
