@@ -677,6 +677,8 @@ class DrafterLink:
 
     def _lose(self, stream: Stream, detail: str) -> None:
         stream.close()
+        # at once: what else holds a stream that was lost goes in its own time
+        stream.memory = None
         self._stream = None
         self._unanswered_round = None
         self.state, self.detail = "connecting", detail

@@ -720,6 +720,8 @@ class Engine:
         self._state.release(sequence.residency)
         if sequence.context is not None:
             self._link.release(sequence.context)
+        # its last round is accounted for as it is told
+        self._rounds.deliver()
         usage = sequence.usage
         with self._lock:
             self._counters.update(

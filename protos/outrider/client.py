@@ -15,6 +15,7 @@ import asyncio
 import codecs
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import TracebackType
@@ -468,15 +469,16 @@ class _Assembly:
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request_id = request.request_id
-        self._samples = [_Sample() for _ in range(max(1, request.n))]
+        self._count = max(1, request.n)  # any number: what it may be is the server's to say
+        self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
 
     def add(self, delta: Delta) -> None:
-        if delta.sample_index < len(self._samples):
+        if delta.sample_index < self._count:
             self._samples[delta.sample_index].deltas.append(delta)
 
     def completions(self) -> list[Completion]:
         return [
-            sample.completion(self._request_id, index) for index, sample in enumerate(self._samples)
+            self._samples[index].completion(self._request_id, index) for index in range(self._count)
         ]
 
 

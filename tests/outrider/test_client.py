@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import tracemalloc
 
 import grpc
 import pytest
@@ -226,6 +227,16 @@ def test_chat_sends_messages_for_the_server_to_render(client, fake):
     assert first.max_tokens == 3
     assert not second.chat.add_generation_prompt
     assert not second.chat.HasField("enable_thinking")
+
+
+def test_a_number_of_samples_takes_no_memory_before_the_server_has_judged_it():
+    tracemalloc.start()
+    try:
+        with Client("127.0.0.1:1") as nobody, pytest.raises(sdk.ClientError):
+            nobody.samples("x", n=2**31 - 1, timeout=0.2)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_empty_prompt_is_sent_for_the_server_to_refuse(client, fake):

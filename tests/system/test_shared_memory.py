@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -153,6 +154,7 @@ def test_a_drafter_that_comes_back_is_offered_memory_anew(dense, serve):
     pair, client = serve(dense, draft_tokens=7)
     link = pair.verifier.engine._link
     first = link._stream.memory
+    mapped = weakref.ref(first)
     pair.drafter._service._engine._end(
         next(iter(pair.drafter._service._engine._streams)), FaultError("DRAINING", "a test")
     )
@@ -160,6 +162,8 @@ def test_a_drafter_that_comes_back_is_offered_memory_anew(dense, serve):
         assert generate(client, 12).token_ids
     assert shares(pair)
     assert generate(client, 40).usage.proposed > 0
+    del first
+    assert mapped() is None, "what a lost stream mapped is let go at once"
 
 
 @pytest.mark.parametrize("how", ["it hangs up", "it stands still"])

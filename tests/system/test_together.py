@@ -316,3 +316,20 @@ def test_a_stop_inside_a_block_commits_exactly_the_tokens_before_its_end(dense, 
         assert (completion.finish_reason, completion.matched) == ("stop", stop)
         assert sum(r.committed for r in completion.rounds) == first
     pair.expect_idle()
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tokens": 0}, {"max_tokens": 1}], ids=str)
+def test_the_server_counts_what_usages_say(dense, serve, options):
+    """To the last round of a sample, as soon as its client has heard of the end."""
+    pair, client = serve(dense, draft_tokens=3)
+    wanted = {"max_tokens": 21, "temperature": 0, "ignore_eos": True} | options
+    with ThreadPoolExecutor(3) as pool:
+        runs = [
+            pool.submit(client.generate, prompt_ids=prompt(9 + index), **wanted)
+            for index in range(3)
+        ]
+    usages = [run.result().usage for run in runs]
+    pair.expect_idle()
+    counted = client.server_info().counters
+    for name in ("output_tokens", "rounds", "proposed", "accepted"):
+        assert counted.get(name, 0) == sum(getattr(usage, name) for usage in usages), name
