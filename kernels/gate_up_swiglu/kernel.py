@@ -14,20 +14,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.linear.kernel import COLUMNS, WIDEST, counters, cut, product
+from kernels.linear.kernel import COLUMNS, WIDEST, counters, cut, product, sum_of_runs
 from kernels.overlap import OVERLAPPED, release, wait
 from kernels.swiglu.kernel import opened, swiglu
 
 ROWS = 64  # of either half, in a tile
-
-
-@triton.jit
-def _sum_of_runs(partial, size, inside, SPLIT: tl.constexpr):
-    """What the runs of a tile have left, added in ascending order."""
-    total = tl.load(partial, mask=inside, other=0.0, cache_modifier=".cg")
-    for index in tl.static_range(1, SPLIT):
-        total += tl.load(partial + index * size, mask=inside, other=0.0, cache_modifier=".cg")
-    return total
 
 
 @triton.jit
@@ -119,8 +110,8 @@ def gate_up_swiglu_kernel(  # noqa: PLR0915
         tl.debug_barrier()
         mine = arrivals + beyond // SPLIT * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1:
-            total = _sum_of_runs(part, size, inside, SPLIT)
-            total_up = _sum_of_runs(part + SPLIT * size, size, inside, SPLIT)
+            total = sum_of_runs(part, size, inside, SPLIT)
+            total_up = sum_of_runs(part + SPLIT * size, size, inside, SPLIT)
             total = _activated(total, total_up, out.dtype.element_ty)
             tl.store(out + cell, total, mask=inside)
             tl.atomic_xchg(mine, 0)

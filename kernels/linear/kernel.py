@@ -37,6 +37,15 @@ class Plan(NamedTuple):
     whole: int  # leading rows that are not cut, a multiple of 128
 
 
+@triton.jit
+def sum_of_runs(partial, size, inside, SPLIT: tl.constexpr):
+    """What the runs of a tile have left, `size` apart, added in ascending order."""
+    total = tl.load(partial, mask=inside, other=0.0, cache_modifier=".cg")
+    for index in tl.static_range(1, SPLIT):
+        total += tl.load(partial + index * size, mask=inside, other=0.0, cache_modifier=".cg")
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x,
@@ -98,18 +107,14 @@ def linear_kernel(
     elif tile < uncut:
         tl.store(out + cell, accumulated.to(out.dtype.element_ty), mask=inside)
     else:
-        part = m.to(tl.int64)[None, :] * (N - whole) + n[:, None] - whole
+        part = partial + m.to(tl.int64)[None, :] * (N - whole) + n[:, None] - whole
         size = M.to(tl.int64) * (N - whole)
-        tl.store(partial + beyond % SPLIT * size + part, accumulated, mask=inside)
+        tl.store(part + beyond % SPLIT * size, accumulated, mask=inside)
         if not LEAVE:
             tl.debug_barrier()
             mine = arrivals + beyond // SPLIT * tl.num_programs(0) + tl.program_id(0)
             if tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1:
-                total = tl.load(partial + part, mask=inside, other=0.0, cache_modifier=".cg")
-                for index in tl.static_range(1, SPLIT):
-                    total += tl.load(
-                        partial + index * size + part, mask=inside, other=0.0, cache_modifier=".cg"
-                    )
+                total = sum_of_runs(part, size, inside, SPLIT)
                 tl.store(out + cell, total.to(out.dtype.element_ty), mask=inside)
                 tl.atomic_xchg(mine, 0)
 
