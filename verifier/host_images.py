@@ -180,7 +180,9 @@ class _PagedPlane:
 
     def _batches(self, pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """As many pages at a time as are staged: the first one's number, and where they lie."""
-        places = torch.tensor(pages, dtype=torch.int64).to(self.staged.device)
+        # pinned, so that the engine does not wait for what the device has yet to do
+        places = torch.tensor(pages, dtype=torch.int64, pin_memory=self.staged.is_cuda)
+        places = places.to(self.staged.device, non_blocking=True)
         for first in range(0, len(pages), STAGED_PAGES):
             yield first, places[first : first + STAGED_PAGES]
 
