@@ -11,7 +11,7 @@ overwritten before the drafter has taken it.
 
 Two boxes hold a Round and its reply, for as long as the drafter says that it looks. A thread that
 looks sees a message as soon as it is there; one that sleeps on a stream is woken by way of six
-others, which costs more than a millisecond of a round.
+others (ADR 0014 says what that costs).
 """
 
 from __future__ import annotations

@@ -133,16 +133,21 @@ def test_a_bundled_pair_equals_generate(held_out, draft_tokens, nodes):
     assert completion.usage.tree_rounds > 0
 
 
-def test_widths_and_drafting_may_both_be_chosen_by_the_load(dense, serve, oracle):
-    pair, client = serve(dense, draft_tree_nodes="auto", draft_policy="auto", max_concurrency=2)
+def expect_greedy_together(client, oracle, count: int, tokens: int) -> None:
+    """Runs so many prompts side by side and fails unless each comes out as it does alone."""
 
     def run(index: int):
-        return client.generate(prompt_ids=prompt(20 + index), max_tokens=60, **GREEDY)
+        return client.generate(prompt_ids=prompt(20 + index), max_tokens=tokens, **GREEDY)
 
-    with ThreadPoolExecutor(2) as pool:
-        completions = list(pool.map(run, range(2)))
+    with ThreadPoolExecutor(count) as pool:
+        completions = list(pool.map(run, range(count)))
     for index, completion in enumerate(completions):
-        assert list(completion.token_ids) == greedy(oracle, prompt(20 + index), 60)
+        assert list(completion.token_ids) == greedy(oracle, prompt(20 + index), tokens)
+
+
+def test_widths_and_drafting_may_both_be_chosen_by_the_load(dense, serve, oracle):
+    pair, client = serve(dense, draft_tree_nodes="auto", draft_policy="auto", max_concurrency=2)
+    expect_greedy_together(client, oracle, 2, 60)
     pair.expect_nothing_left()
 
 
@@ -343,14 +348,7 @@ def test_a_tree_takes_no_page_that_its_request_would_not(dense, serve, oracle):
 
 def test_samples_are_paused_and_come_back(dense, serve, oracle):
     pair, client = serve(dense, draft_tree_nodes="16", kv_pages=4, max_concurrency=3)
-
-    def run(index: int):
-        return client.generate(prompt_ids=prompt(20 + index), max_tokens=100, **GREEDY)
-
-    with ThreadPoolExecutor(3) as pool:
-        completions = list(pool.map(run, range(3)))
-    for index, completion in enumerate(completions):
-        assert list(completion.token_ids) == greedy(oracle, prompt(20 + index), 100)
+    expect_greedy_together(client, oracle, 3, 100)
     assert client.server_info().counters["pauses"] > 0
     pair.expect_nothing_left()
 
