@@ -159,9 +159,7 @@ class DraftGraphs:
             buffers.send()
             block = buffers.block(self.memory, pages, tree_width)
             hidden = self._model.draft_block(block)
-            proposals = buffers.keep(self._selector.select(hidden, block))
-            buffers.read(tree_width)
-            return proposals
+            return buffers.keep(self._selector.select(hidden, block))
 
         return self.replays.capture(draft)
 
@@ -366,19 +364,15 @@ class BlockBuffers:
         )
 
     def keep(self, proposals: Proposals) -> Proposals:
-        """Puts proposals where `read` finds them; returns them as they are in host memory then."""
+        """Copies proposals to the host, in stream order; returns them as they are there then."""
         if not self._results:
             return proposals
         tree_width = 0 if proposals.parents is None else proposals.parents.shape[1] + 1
         results = self._results[tree_width]
         for name, place in results.device.items():
             place.copy_(getattr(proposals, name))
+        results.to_host()
         return Proposals(**results.host)
-
-    def read(self, tree_width: int = 0) -> None:
-        """Copies what was kept of trees so wide to the host, in stream order, without waiting."""
-        if self._results:
-            self._results[tree_width].to_host()
 
 
 class Span:
