@@ -221,12 +221,16 @@ class OfferedMemory:
             after: How many events of the stream have been applied; it waits for those before it.
 
         Raises:
-            FaultError: EVENT_INVALID, it is no message.
+            FaultError: EVENT_INVALID, it is no message, or not a Round.
         """
         found = self._rounds.take(index)
         if found is None or found[0] > after:
             return None
-        return _parsed(wire.DraftRoundsRequest, found[1])
+        request = _parsed(wire.DraftRoundsRequest, found[1])
+        if not request.HasField("round"):
+            # it would lie there for ever, and be taken again and again
+            raise FaultError("EVENT_INVALID", "memory: expected a Round, got another event")
+        return request
 
     def post_reply(self, index: int, event: wire.DraftRoundsResponse) -> bool:
         """Leaves the answer to a Round that was left here; False where it must go by the stream."""

@@ -223,3 +223,12 @@ def test_bytes_that_are_no_message_are_a_fault(memory):
     other._replies.put(1, 0, b"\xff\xff\xff")
     with pytest.raises(FaultError):
         memory.take_reply(1)
+
+
+def test_an_event_that_is_no_round_is_a_fault(memory):
+    other = opened(memory)
+    other.look(True)
+    release = wire.DraftRoundsRequest(release=wire.Release(sequence_id=1, epoch=1))
+    assert memory.post_round(1, 0, release)
+    with pytest.raises(FaultError, match="expected a Round"):
+        other.take_round(1, 0)
