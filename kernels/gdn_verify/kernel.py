@@ -273,16 +273,17 @@ def record_kernel(  # noqa: PLR0915
             units += tl.program_id(0).to(tl.int64) * 2 * HK * DK
             tl.store(units + channel, unit, mask=inside)
         else:
-            head = (tl.program_id(1) - PARTS) * HEADS + tl.arange(0, HEADS)
-            d = tl.arange(0, VALUES)
-            channel = 2 * HK * DK + head[:, None] * DV + d[None, :]
-            inside = (head < HV)[:, None] & (d < DV)[None, :]
-            mixed = convolved(
-                raw, past, conv_weight, recorded, channel, inside, depth, places, p_column,
+            # names of their own: these blocks are as wide as a value, those above as a key
+            value_head = (tl.program_id(1) - PARTS) * HEADS + tl.arange(0, HEADS)
+            dv = tl.arange(0, VALUES)
+            value_channel = 2 * HK * DK + value_head[:, None] * DV + dv[None, :]
+            is_inside = (value_head < HV)[:, None] & (dv < DV)[None, :]
+            value = convolved(
+                raw, past, conv_weight, recorded, value_channel, is_inside, depth, places, p_column,
                 w_channel, w_tap, dtype, C,
             )  # fmt: skip
-            value = record_value + row * value_row + i * value_column - 2 * HK * DK
-            tl.store(value + channel, mixed, mask=inside)
+            kept = record_value + row * value_row + i * value_column - 2 * HK * DK
+            tl.store(kept + value_channel, value, mask=is_inside)
         if tl.program_id(1) == 0:
             nth = tl.arange(0, GATES)
             is_value = nth < HV

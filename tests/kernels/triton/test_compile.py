@@ -15,6 +15,7 @@ SHARED_MEMORY = 227 * 1024
 BF16, FP32, INT64 = "*bf16", "*fp32", "*i64"
 GDN_27B = {"HK": 16, "HV": 48, "DK": 128, "DV": 128, "KEYS": 128, "VALUES": 16}
 GDN_35B = GDN_27B | {"HV": 32}
+GDN_ODD = {"HK": 2, "HV": 6, "DK": 12, "DV": 20, "KEYS": 16, "VALUES": 16}
 RUNS = {"NEAR": 128, "FAR": 512, "FAR_FROM": 2048}
 ROPE = {"D": 256, "ROTARY": 64, "HEIGHT_END": 33, "WIDTH_END": 30, "BLOCK": 256}
 
@@ -131,13 +132,17 @@ CASES = {
             {
                 **({} if tree else {"ancestors": None}),
                 **geometry,
-                "VALUES": 128,
+                "VALUES": 1 << (geometry["DV"] - 1).bit_length(),
                 "HEADS": 2,
                 "GATES": gates,
             },
             {"num_warps": 2, "enable_fp_fusion": False},
         )
-        for name, geometry, gates in (("27B", GDN_27B, 64), ("35B", GDN_35B, 32))
+        for name, geometry, gates in (
+            ("27B", GDN_27B, 64),
+            ("35B", GDN_35B, 32),
+            ("odd", GDN_ODD, 8),
+        )
         for tree in (False, True)
     },
     **{
