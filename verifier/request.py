@@ -73,6 +73,11 @@ class Request:
     # position at which the next turn's prompt may leave this one; 0 for none
     boundary: int = 0
 
+    @property
+    def position_limit(self) -> int:
+        """Positions that it may ever process; the last token is published and never processed."""
+        return len(self.prompt_ids) + self.max_tokens - 1
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

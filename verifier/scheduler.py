@@ -614,13 +614,17 @@ class Engine:
                 return
             if not self._state.has_lane:
                 return
-            # a page beyond the prompt, for the first round
-            if not self._fits(self._state.pages_of(len(ticket.request.prompt_ids)) + 1):
+            if not self._fits(self._pages_to_begin(ticket.request)):
                 skipped.append(ticket)
                 continue
             for each in skipped:
                 each.overtaken += 1
             self._begin(ticket)
+
+    def _pages_to_begin(self, request: Request) -> int:
+        """Those of its prompt and one for the first round, unless it will never need that."""
+        pages_of = self._state.pages_of
+        return min(pages_of(len(request.prompt_ids)) + 1, pages_of(request.position_limit))
 
     def _begin(self, ticket: Ticket) -> None:
         request = ticket.request

@@ -133,8 +133,8 @@ class Sequence:
 
     @property
     def position_limit(self) -> int:
-        """Positions that it may ever process; the last token is published and never processed."""
-        return self.prompt_end + self.request.max_tokens - 1
+        """See `Request`."""
+        return self.request.position_limit
 
     @property
     def anchor(self) -> int:

@@ -164,3 +164,19 @@ def test_short_prompts_share_a_turn(dense, serve, monkeypatch, count):
     between = [calls for calls in turns.between_rounds(1) if calls]
     assert between[0] == [3] * min(4, count)
     pair.expect_nothing_left()
+
+
+def test_lanes_run_together_where_each_prompt_reaches_into_its_last_page(dense, serve, monkeypatch):
+    """There are pages for every lane's longest context; nobody waits for one beyond that."""
+    turns = Turns(monkeypatch, residents=2)
+    pair, client = serve(dense, "dflash2", **PAIR | {"max_concurrency": 2, "max_context": 192})
+    with ThreadPoolExecutor(2) as pool:
+        work = [
+            pool.submit(client.generate, prompt_ids=prompt(140, seed=i), max_tokens=40, **GREEDY)
+            for i in range(2)
+        ]
+        until(lambda: client.server_info().resident_requests == 2, "both run")
+        turns.go_on.set()
+        for each in work:
+            each.result()
+    pair.expect_nothing_left()
