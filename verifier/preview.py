@@ -1,7 +1,8 @@
 """Chooses how much of a licensed prefix one sample keeps, and what of it may be shown.
 
 Two steps, so that the choice can precede the commit: ``preview`` looks, ``commit`` advances. Both
-cost the same whatever the length of the output.
+cost the same whatever the length of the output. Only stop strings make the choice depend on text:
+without any, tokens are decoded by ``commit``, which nothing waits for.
 
 A character belongs to the token in which it begins. A token is published once all its characters
 are known and none of them can begin a stop string; the ids, text, origins and log-probabilities of
@@ -47,6 +48,9 @@ class StopStrings:
         for stop in stops:
             self._add(stop)
         self._link()
+
+    def __bool__(self) -> bool:
+        return len(self._next) > 1
 
     def step(self, state: int, character: str) -> int:
         """The state after one more character; 0 is the state before any."""
@@ -110,7 +114,7 @@ class Preview:
     reason: FinishReason | None
     matched: int | str | None  # the id or string that stopped it
     first_index: int  # output tokens before these
-    shown: _Shown
+    shown: _Shown | None  # None where nothing was decoded to choose
 
     def __post_init__(self) -> None:
         if not 0 <= self.count <= self.licensed:
@@ -178,6 +182,39 @@ class OutputSession:
         """
         if self._finished:
             raise ValueError("licensed: expected none after the end of the sample")
+        shown: _Shown | None = None
+        if self._stops:
+            count, reason, matched, shown = self._choose_by_text(licensed)
+        else:
+            count, reason, matched = self._choose_by_ids(licensed)
+        return Preview(
+            licensed=len(licensed),
+            token_ids=tuple(licensed[:count]),
+            reason=reason,
+            matched=matched,
+            first_index=self._output_count,
+            shown=shown,
+        )
+
+    def _choose_by_ids(
+        self, licensed: Sequence[int]
+    ) -> tuple[int, FinishReason | None, int | str | None]:
+        """N, and what ends the sample there, where no stop string can."""
+        count, left = len(licensed), self.budget
+        if count < left and self._stop_token_ids.isdisjoint(licensed):
+            return count, None, None
+        for offset, token_id in enumerate(licensed):
+            may_stop = self._output_count + offset >= self._min_tokens
+            if may_stop and token_id in self._stop_token_ids:
+                return offset + 1, FinishReason.STOP, token_id
+            if offset + 1 >= left:
+                return offset + 1, FinishReason.LENGTH, None
+        return count, None, None
+
+    def _choose_by_text(
+        self, licensed: Sequence[int]
+    ) -> tuple[int, FinishReason | None, int | str | None, _Shown]:
+        """The same, and what was decoded on the way, where a stop string may end the sample."""
         scan = _Scan(self._shown, len(self._held), self._stops)
         index = self._output_count
         count = len(licensed)
@@ -197,15 +234,17 @@ class OutputSession:
             if reason is not None:
                 count = offset + 1
                 break
-        token_ids = tuple(licensed[:count])
-        return Preview(
-            licensed=len(licensed),
-            token_ids=token_ids,
-            reason=reason,
-            matched=matched,
-            first_index=self._output_count,
-            shown=scan.shown(len(self._held) + count),
-        )
+        return count, reason, matched, scan.shown(len(self._held) + count)
+
+    def _decode(self, preview: Preview) -> _Shown:
+        """The text after what a preview kept, none of which a stop string ended."""
+        scan = _Scan(self._shown, len(self._held), self._stops)
+        stopped = preview.reason is FinishReason.STOP  # by the last id, which is not shown
+        for token_id in preview.token_ids[: preview.count - stopped]:
+            scan.add(self._text.shown_bytes(token_id), may_stop=False)
+        if preview.reason is not None:
+            scan.end()
+        return scan.shown(len(self._held) + preview.count)
 
     def commit(
         self,
@@ -238,12 +277,13 @@ class OutputSession:
         _require_rows("origins", origins, count)
         if self._wants_logprobs:
             _require_rows("logprobs", logprobs, count)
+        shown = preview.shown if preview.shown is not None else self._decode(preview)
         self._held.extend(
             _Token(token_id, origins[i], logprobs[i] if self._wants_logprobs else None)
             for i, token_id in enumerate(preview.token_ids)
         )
         self._output_count += count
-        self._shown = preview.shown
+        self._shown = shown
         if self._wants_rounds and round_trace is not None:
             self._rounds.append(round_trace)
         if preview.reason is not None:
