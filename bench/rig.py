@@ -24,17 +24,19 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
+import numpy as np
 import torch
 
 import drafter.__main__ as drafter_main
 import verifier.__main__ as verifier_main
 from bench.bandwidth import read_bandwidth
+from outrider.tensors import RowBytes, row_bytes
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.acceptance import LicensedRow
 from verifier.blocks import BlockTimes
@@ -136,9 +138,9 @@ class MeasuredLink(DrafterLink):
         finally:
             self.waited_ns = time.monotonic_ns() - started
 
-    def _send_round(self, rows: Sequence[wire.RoundRow], *, awaited: bool = False) -> None:
-        self.sent = tuple(rows)
-        super()._send_round(rows, awaited=awaited)
+    def _send_round(self, request: wire.DraftRoundsRequest, *, awaited: bool = False) -> None:
+        self.sent = tuple(request.round.rows)
+        super()._send_round(request, awaited=awaited)
 
     def _answer(self, reply: wire.RoundReply) -> wire.RoundReply | None:
         self.reply = reply
@@ -217,7 +219,7 @@ class MeasuredRounds(Rounds):
         self._verbs = dict.fromkeys(VERBS, 0)
         self._block: LicensedBlock | None = None  # of the last round, as commit saw it
         self._rounds_run: list[RoundRun] = []
-        self._features: torch.Tensor | None = None
+        self._features: RowBytes | None = None
         if self.trees is not None:
             self.trees = OrderedTrees(self.trees.widths)
         state = self.blocks.target.state
@@ -252,12 +254,13 @@ class MeasuredRounds(Rounds):
                 self.link.extend(context, wanted, self._feature_rows(end - wanted))
         sequence.frontier = end
 
-    def _feature_rows(self, count: int) -> torch.Tensor:
+    def _feature_rows(self, count: int) -> RowBytes:
         """Random rows as the drafter takes them; all alike, so that they take no memory."""
         if self._features is None:
             dtype = self.blocks.target.dtype
-            self._features = torch.randn(1, self.link.row_bytes // dtype.itemsize).to(dtype)
-        return self._features.expand(count, -1)
+            row = torch.randn(1, self.link.row_bytes // dtype.itemsize).to(dtype)
+            self._features = row_bytes(row)
+        return np.broadcast_to(self._features, (count, self._features.shape[1]))
 
     # ---- a round ------------------------------------------------------------------------------
 
@@ -351,7 +354,8 @@ class MeasuredRounds(Rounds):
             simulated(allowed, drafted, Orders.of(row.request))
             for allowed, drafted, row in zip(block.licensed, block.drafted, block.rows, strict=True)
         ]
-        self._block = replace(block, licensed=tuple(licensed))
+        # not by replace, which takes longer: what is added here counts as the verifier's own
+        self._block = LicensedBlock(block.source, block.rows, tuple(licensed), block.drafted)
         return self._block
 
 
@@ -363,7 +367,7 @@ def simulated(allowed: LicensedRow, drafted: Drafted | None, orders: Orders | No
     accepted = min(orders.accept, len(drafted.token_ids))
     tokens = (*drafted.token_ids[:accepted], allowed.token_ids[-1])
     columns = tuple(range(1, accepted + 1)) if drafted.parents else ()
-    return replace(allowed, token_ids=tokens, accepted=accepted, logprobs=(), columns=columns)
+    return LicensedRow(tokens, accepted, (), allowed.finite, columns)
 
 
 class MeasuredPlan(verifier_main.Plan):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.faults import FaultError
@@ -136,20 +137,20 @@ class Append:
     """
 
     contexts: tuple[tuple[Context, int], ...]  # with the rows each takes
-    destinations: Tensor
+    destinations: NDArray[np.int64]
 
     @property
-    def positions(self) -> Tensor:
+    def positions(self) -> NDArray[np.int64]:
         """Absolute positions, [1, rows]."""
         return self.destinations[0:1]
 
     @property
-    def ring_cells(self) -> Tensor:
+    def ring_cells(self) -> NDArray[np.int64]:
         """Cells of the rings, counted over all sequences, [1, rows]."""
         return self.destinations[1:2]
 
     @property
-    def page_cells(self) -> Tensor:
+    def page_cells(self) -> NDArray[np.int64]:
         """Cells of the pages, counted over all sequences, [1, rows]."""
         return self.destinations[2:3]
 
@@ -293,16 +294,20 @@ class ContextMemory:
         ring_cells: list[int] = []
         page_cells: list[int] = []
         for context, row_count in pieces:
-            positions = range(context.frontier, context.frontier + row_count)
-            places += positions
+            first, end = context.frontier, context.frontier + row_count
+            places += range(first, end)
             # a piece longer than the ring keeps only its last S rows
-            lost = max(0, row_count - window)
-            ring_cells += [-1] * lost
-            ring_cells += [context.slot * window + p % window for p in positions[lost:]]
-            begin = context.slot * sequence_cells
-            page_cells += [begin + p for p in positions] if sequence_cells else [-1] * row_count
+            kept = min(row_count, window)
+            ring_cells += [-1] * (row_count - kept)
+            if kept:
+                ring, begin = context.slot * window, (end - kept) % window
+                unbroken = min(kept, window - begin)
+                ring_cells += range(ring + begin, ring + begin + unbroken)
+                ring_cells += range(ring, ring + kept - unbroken)
+            pages = context.slot * sequence_cells
+            page_cells += range(pages + first, pages + end) if sequence_cells else [-1] * row_count
         destinations = np.array([places, ring_cells, page_cells], dtype=np.int64)
-        return Append(tuple(pieces), torch.from_numpy(destinations))
+        return Append(tuple(pieces), destinations)
 
     def rows(
         self, slots: Tensor, coverage_first: Tensor, frontiers: Tensor, page_count: int

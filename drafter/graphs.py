@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from drafter.config import DraftConfig
 from drafter.context import PAGE_SIZE, Append, ContextMemory
@@ -25,6 +24,7 @@ from drafter.model import DraftBlock, DraftModel, ProposalAsk
 from drafter.selector import Proposals, Selector
 from kernels.replay import Replays
 from kernels.staging import Staging
+from outrider.tensors import RowBytes
 
 FEATURE_ROWS = (8, 16, 32, 64, 128)  # of one materialize graph
 BATCHES = (1, 2, 4, 8)  # rows of one draft graph
@@ -103,21 +103,21 @@ class DraftGraphs:
         """Makes the stream current in this thread, as any use of this or of contexts needs it."""
         return self.replays.stream()
 
-    def materialize(self, features: Sequence[Tensor], append: Append) -> Span:
+    def materialize(self, features: Sequence[RowBytes], append: Append) -> Span:
         """Writes the context keys and values of new positions; does not wait for the device.
 
         Args:
-            features: [rows, H] projected features of each context in ``append``, in host
-                memory, activation type. They may go when this returns.
+            features: Projected features of each context in ``append``, [rows, bytes of a row] of
+                the activation type, in host memory. They may go when this returns.
             append: Where they go.
 
         Returns:
             How long it took, until the next call of this.
         """
-        most, destinations = self._extents.feature_rows[-1], append.destinations.numpy()
+        most, destinations = self._extents.feature_rows[-1], append.destinations
         first = 0
         for pieces in _parts(features, most):
-            end = first + sum(piece.shape[0] for piece in pieces)
+            end = first + sum(map(len, pieces))
             rows = self._extents.feature_rows_for(end - first)
             self._buffers.write(pieces, destinations[:, first:end], rows)
             if first == 0:
@@ -239,11 +239,11 @@ class FeatureBuffers:
         """Host memory that the device copies from."""
         return len(self._copied) * self.byte_count
 
-    def write(self, pieces: Sequence[Tensor], destinations: NDArray[np.int64], rows: int) -> None:
+    def write(self, pieces: Sequence[RowBytes], destinations: NDArray[np.int64], rows: int) -> None:
         """Lays rows out in host memory, and dead rows behind them.
 
         Args:
-            pieces: [*, H] in host memory.
+            pieces: [*, bytes of a row].
             destinations: [3, live rows] int64.
             rows: Live and dead ones.
         """
@@ -257,8 +257,8 @@ class FeatureBuffers:
         header[:, live:rows] = -1
         first = 0
         for piece in pieces:
-            end = first + piece.shape[0]
-            lines[first:end] = piece.view(torch.uint8).numpy()
+            end = first + len(piece)
+            lines[first:end] = piece
             first = end
 
     def send(self, live: int) -> None:
@@ -417,17 +417,20 @@ def _up_to(most: int, extents: Sequence[int]) -> list[int]:
     return [*(extent for extent in extents if extent < most), most]
 
 
-def _parts(features: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _parts(features: Sequence[RowBytes], most: int) -> Iterator[Sequence[RowBytes]]:
     """All rows in order, in lists of at most ``most``."""
-    part: list[Tensor] = []
+    if sum(map(len, features)) <= most:
+        yield features
+        return
+    part: list[RowBytes] = []
     room = most
     for rows in features:
         rest = rows
-        while rest.shape[0] > room:
+        while len(rest) > room:
             part.append(rest[:room])
             rest = rest[room:]
             yield part
             part, room = [], most
         part.append(rest)
-        room -= rest.shape[0]
+        room -= len(rest)
     yield part

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from drafter.checkpoints import CheckpointTable
 from drafter.config import DraftConfig
@@ -25,6 +23,7 @@ from drafter.selector import Offers, Proposals, not_finite
 from outrider import faults, tensors
 from outrider.faults import FaultError
 from outrider.shared_memory import OfferedMemory
+from outrider.tensors import RowBytes
 from outrider.tree_nodes import LEAST_PATHS
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import status_pb2, tensor_pb2
@@ -40,12 +39,12 @@ class TreeLimits:
     paths: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Row:
-    """One row of a round on its way from request to reply."""
+    """One row of a round on its way from request to reply; each step fills in what it finds."""
 
     request: wire.RoundRow
-    features: torch.Tensor | None  # [n, H], None when nothing is pending
+    features: RowBytes | None  # None when nothing is pending
     context: Context | None = None
     ask: ProposalAsk | None = None
     fault: FaultError | None = None
@@ -76,6 +75,7 @@ class Drafted:
     """Rows, and the proposals of those that ask, in their order, on the host."""
 
     rows: tuple[Row, ...]
+    materializing: Span | None
     proposals: Proposals | None = None
     span: Span | None = None
 
@@ -140,14 +140,7 @@ class DraftRounds:
         admitted = self._admit(round_)
         materialized = self._materialize(admitted)
         drafted = self._draft(materialized)
-        reply = wire.RoundReply(
-            round_index=round_.round_index,
-            rows=self._reply_rows(drafted),
-            materialize_ns=_elapsed_ns(materialized.span),
-            draft_ns=_elapsed_ns(drafted.span),
-        )
-        self._counters["rounds"] += 1
-        return wire.DraftRoundsResponse(round_reply=reply)
+        return self._reply(round_.round_index, drafted)
 
     def _admit(self, round_: wire.Round) -> Admitted:
         if round_.round_index != self.round_index + 1:
@@ -158,20 +151,20 @@ class DraftRounds:
         rows = [self._decode_row(request) for request in round_.rows]
         self.round_index += 1
         seen: set[int] = set()
-        return Admitted(tuple(self._admit_row(row, seen) for row in rows))
+        for row in rows:
+            self._admit_row(row, seen)
+        return Admitted(tuple(rows))
 
-    def _admit_row(self, row: Row, seen: set[int]) -> Row:
+    def _admit_row(self, row: Row, seen: set[int]) -> None:
         sequence_id, epoch = row.request.sequence_id, row.request.epoch
         self._counters["stale_events"] += self._sequences.is_stale(sequence_id, epoch)
         try:
-            context = self._sequences.find(sequence_id, epoch)
-            row = replace(row, context=context)
+            row.context = context = self._sequences.find(sequence_id, epoch)
             expect_once(sequence_id, seen)
             context.expect(row.request.first_position)
             self._memory.expect_room(context, row.feature_count)
         except FaultError as fault:
-            return replace(row, fault=fault)
-        return row
+            row.fault = fault
 
     def _materialize(self, admitted: Admitted) -> Materialized:
         span = self._append(
@@ -181,9 +174,11 @@ class DraftRounds:
                 if row.fault is None and row.context is not None and row.features is not None
             ]
         )
-        return Materialized(tuple(self._ask(row) for row in admitted.rows), span)
+        for row in admitted.rows:
+            self._ask(row)
+        return Materialized(admitted.rows, span)
 
-    def _append(self, pieces: Sequence[tuple[Context, torch.Tensor]]) -> Span | None:
+    def _append(self, pieces: Sequence[tuple[Context, RowBytes]]) -> Span | None:
         if not pieces:
             return None
         append = self._memory.append([(context, rows.shape[0]) for context, rows in pieces])
@@ -192,16 +187,17 @@ class DraftRounds:
         self._counters["feature_rows"] += append.destinations.shape[1]
         return span
 
-    def _ask(self, row: Row) -> Row:
+    def _ask(self, row: Row) -> None:
         wanted, context = row.request.proposal, row.context
         if row.fault is not None or context is None or not row.request.HasField("proposal"):
-            return row
+            return
         try:
             context.expect_frontier(wanted.frontier)
             self._memory.expect_room(context, self._config.width)
         except FaultError as fault:
-            return replace(row, fault=fault)
-        ask = ProposalAsk(
+            row.fault = fault
+            return
+        row.ask = ProposalAsk(
             context,
             wanted.anchor,
             wanted.live,
@@ -210,35 +206,44 @@ class DraftRounds:
             wanted.tree_nodes,
             max(1, wanted.tree_paths),
         )
-        return replace(row, ask=ask)
 
     def _draft(self, materialized: Materialized) -> Drafted:
         asks = [row.ask for row in materialized.rows if row.ask is not None]
         if not asks:
-            return Drafted(materialized.rows)
-        return Drafted(materialized.rows, *self._graphs.draft(asks))
+            return Drafted(materialized.rows, materialized.span)
+        return Drafted(materialized.rows, materialized.span, *self._graphs.draft(asks))
 
-    def _reply_rows(self, drafted: Drafted) -> Iterator[wire.RoundReplyRow]:
-        block_row = 0
+    def _reply(self, round_index: int, drafted: Drafted) -> wire.DraftRoundsResponse:
+        """The reply; filled in where it is, since messages that are put into others are copied."""
+        response = wire.DraftRoundsResponse()
+        reply = response.round_reply
+        reply.round_index = round_index
         offers = None if drafted.proposals is None else drafted.proposals.offers()
+        block_row = 0
         for row in drafted.rows:
-            reply = wire.RoundReplyRow(
-                sequence_id=row.request.sequence_id,
-                epoch=row.request.epoch,
-                context_frontier=0 if row.context is None else row.context.frontier,
-            )
-            if row.fault is not None:
-                reply.fault.CopyFrom(self._status(row.fault))
-            elif row.ask is not None and offers is not None:
-                if offers.finite[block_row]:
-                    _offer(reply.proposal, row.request.proposal, offers, block_row)
-                    self._counters["proposals"] += 1
-                    if reply.proposal.parents:
-                        self._counters["trees"] += 1
-                else:
-                    reply.fault.CopyFrom(self._status(not_finite(row.request.proposal.frontier)))
-                block_row += 1
-            yield reply
+            self._reply_row(reply.rows.add(), row, offers, block_row)
+            block_row += row.ask is not None
+        reply.materialize_ns = _elapsed_ns(drafted.materializing)
+        reply.draft_ns = _elapsed_ns(drafted.span)
+        self._counters["rounds"] += 1
+        return response
+
+    def _reply_row(
+        self, reply: wire.RoundReplyRow, row: Row, offers: Offers | None, block_row: int
+    ) -> None:
+        reply.sequence_id, reply.epoch = row.request.sequence_id, row.request.epoch
+        if row.context is not None:
+            reply.context_frontier = row.context.frontier
+        if row.fault is not None:
+            reply.fault.CopyFrom(self._status(row.fault))
+        elif row.ask is not None and offers is not None:
+            if not offers.finite[block_row]:
+                reply.fault.CopyFrom(self._status(not_finite(row.ask.context.frontier)))
+                return
+            _offer(reply.proposal, row.ask, offers, block_row)
+            self._counters["proposals"] += 1
+            if reply.proposal.parents:
+                self._counters["trees"] += 1
 
     # events outside a round
 
@@ -356,15 +361,18 @@ class DraftRounds:
         if not LEAST_PATHS <= wanted.tree_paths <= limits.paths:
             raise invalid("tree_paths", f"{LEAST_PATHS}..{limits.paths}", wanted.tree_paths)
 
-    def _decode_features(self, rows: tensor_pb2.Tensor | wire.SharedRows) -> torch.Tensor:
+    def _decode_features(self, rows: tensor_pb2.Tensor | wire.SharedRows) -> RowBytes:
+        """Feature rows as bytes, which is all that copying them takes."""
         if isinstance(rows, wire.SharedRows):
             if self._shared is None:
                 raise invalid("shared rows", "none, as no memory is shared", rows.row_count)
             features = self._shared.rows(rows)
         else:
             shape = (None, self._config.feature_width)
-            features = tensors.decode(rows, shape, self._config.profile.activation)
-        row_count = features.shape[0]
+            features = tensors.row_bytes(
+                tensors.decode(rows, shape, self._config.profile.activation)
+            )
+        row_count = len(features)
         if not 1 <= row_count <= FEATURE_ROWS_LIMIT:
             raise invalid("rows", f"1..{FEATURE_ROWS_LIMIT}", row_count)
         return features
@@ -382,21 +390,18 @@ def _elapsed_ns(span: Span | None) -> int:
     return 0 if span is None else span.elapsed_ns()
 
 
-def _offer(
-    proposal: wire.Proposal, wanted: wire.ProposalRequest, offers: Offers, block_row: int
-) -> None:
+def _offer(proposal: wire.Proposal, ask: ProposalAsk, offers: Offers, block_row: int) -> None:
     """Fills in what one row is offered."""
-    count = offers.count(block_row, wanted.live)
-    proposal.frontier = wanted.frontier
+    count = offers.count(block_row, ask.live)
+    proposal.frontier = ask.context.frontier
     proposal.token_ids.extend(offers.tokens[block_row, :count].tolist())
-    proposal.parents.extend(offers.branches(block_row, wanted.live))
+    proposal.parents.extend(offers.branches(block_row, ask.live))
     if offers.candidate_ids is None or offers.probabilities is None:
         proposal.point_mass.SetInParent()
         return
     conditional = proposal.conditional
-    ids, q = offers.candidate_ids[block_row, :count], offers.probabilities[block_row, :count]
-    conditional.candidate_ids.CopyFrom(tensors.encode_array(ids))
-    conditional.probabilities.CopyFrom(tensors.encode_array(q))
+    tensors.put_array(conditional.candidate_ids, offers.candidate_ids[block_row, :count])
+    tensors.put_array(conditional.probabilities, offers.probabilities[block_row, :count])
 
 
 def invalid(name: str, expected: object, actual: object) -> FaultError:

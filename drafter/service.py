@@ -392,8 +392,8 @@ class Engine:
         """What the verifier offers to share, if it can be had here."""
         if not hello.HasField("shared_memory"):
             return None
-        width, dtype = self.config.feature_width, self.config.profile.activation
-        return OfferedMemory.open(hello.shared_memory, width, dtype)
+        row_bytes = self.config.feature_width * self.config.profile.activation.itemsize
+        return OfferedMemory.open(hello.shared_memory, row_bytes)
 
     def _expect_room(self, hello: wire.Hello) -> None:
         reserved = sum(stream.max_concurrency for stream in self._streams)

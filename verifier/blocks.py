@@ -23,6 +23,7 @@ from kernels.speculative_accept import speculative_accept
 from kernels.staging import Staging
 from kernels.target_distribution import target_distribution
 from kernels.tree_accept import tree_accept
+from outrider.tensors import RowBytes, row_bytes
 from verifier.acceptance import LicensedRow, SamplingTables
 from verifier.projection import Projection
 from verifier.proposals import POINT_MASSES, Law
@@ -115,6 +116,7 @@ class _Buffers:
         self.results = blocks.results.view(rows, width)
         self.projected = blocks.projected[: rows * width].view(rows, width, -1)
         self.features = blocks.host_features[: rows * width].view(rows, width, -1)
+        self.feature_rows = row_bytes(blocks.host_features[: rows * width]).reshape(rows, width, -1)
         self.forward = Forward(
             self.results.logits,
             self.results.hidden,
@@ -460,15 +462,16 @@ class Blocks:
             buffers.commit()
         self._clock.mark("committed")
 
-    def features(self, block: Block, row: int, kept: int) -> Tensor:
-        """The projected features of a row's first ``kept`` columns, [kept, H], in host memory.
+    def features(self, block: Block, row: int, kept: int) -> RowBytes:
+        """The projected features of a row's first ``kept`` columns, in host memory.
 
         The next block overwrites them. Of a tree they are the accepted columns, in order.
         """
-        rows = block.buffers.features[row]
+        rows: RowBytes = block.buffers.feature_rows[row]
         if not block.rows[row].parents:
             return rows[:kept]
-        return rows[block.buffers.accepted_columns(row, kept)]
+        columns = block.buffers.accepted_columns(row, kept).numpy()
+        return rows.take(columns, axis=0)
 
     def _begin(self, block: Block) -> Block:
         self._newest = block
@@ -539,11 +542,11 @@ class Blocks:
         buffers.inputs.to_device()
         return self._begin(Block((row,), buffers, prefilled=True))
 
-    def replay(self, residency: Residency, token_ids: Sequence[int], first: int) -> Tensor:
+    def replay(self, residency: Residency, token_ids: Sequence[int], first: int) -> RowBytes:
         """Processes tokens [first, first + T) that are known, T <= W, as a round would.
 
         Returns:
-            Their projected features [T, H] in host memory, which the next block overwrites.
+            Their projected features in host memory, which the next block overwrites.
         """
         row = BlockRow(residency, first, 0, tuple(token_ids))
         block = self.verify([row])
@@ -572,12 +575,12 @@ class HostRows:
     _rows: Tensor
     _arrived: torch.cuda.Event | None
 
-    def arrived(self) -> Tensor:
-        """Waits for them: [n, H], the caller's own."""
+    def arrived(self) -> RowBytes:
+        """Waits for them; they are the caller's own."""
         if self._arrived is None:
-            return self._rows
+            return row_bytes(self._rows)
         self._arrived.synchronize()
-        return self._rows.clone()
+        return row_bytes(self._rows).copy()
 
 
 class _HostRows:

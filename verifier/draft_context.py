@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import torch
-
+from outrider.tensors import RowBytes
 from outrider.tracing import NO_TRAIL, Trail
 from verifier.features import FeatureRows
 
@@ -40,7 +39,7 @@ class Context:
         """Rows that the drafter has not been sent and is to have."""
         return max(0, self.rows.end - self.sent_frontier) if self.is_open else 0
 
-    def take(self, row_count: int) -> torch.Tensor | None:
+    def take(self, row_count: int) -> RowBytes | None:
         """The oldest ``row_count`` unsent rows, which count as sent; None for 0."""
         if not row_count:
             return None

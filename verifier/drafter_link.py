@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
-import torch
 
 from outrider import faults, serving
 from outrider.faults import FaultError
 from outrider.shared_memory import FeatureMemory, step_aside
+from outrider.tensors import RowBytes
 from outrider.tracing import NO_TRAIL, Trail
 from outrider.v1 import draft_service_pb2 as wire
 from verifier.draft_context import Context
@@ -194,8 +194,8 @@ class DrafterLink:
         self.counters["opens"] += 1
         self._stream.send_open(context)
 
-    def extend(self, context: Context, first_position: int, rows: torch.Tensor) -> None:
-        """Takes committed feature rows [n, H] at [first_position, first_position + n).
+    def extend(self, context: Context, first_position: int, rows: RowBytes) -> None:
+        """Takes committed feature rows at [first_position, first_position + n).
 
         The rows must be the link's own. A sequence whose unsent rows would exceed its share opens
         again at most S rows back: memory stays bounded whatever the drafter's speed, and the
@@ -383,7 +383,7 @@ class DrafterLink:
                     break
                 if not self._may_send_features():
                     if self._unanswered_round is None and not drafting:
-                        self._send_round([])
+                        self._send_round(self._stream.begin_round())
                     return
                 if budget == 0:
                     return
@@ -427,25 +427,26 @@ class DrafterLink:
             self._wait_for_reply()
         if self._stream is None:
             return NOTHING
-        self._stream.begin_round()
-        rows = [self._row(ask) for ask in asks if self._is_current(ask.context)]
-        rows = [row for row in rows if _has_content(row)]
-        if not rows:
+        request = self._stream.begin_round()
+        wants = False
+        for ask in asks:
+            if self._is_current(ask.context):
+                wants |= self._add_row(request.round, ask)
+        if not request.round.rows:
             return NOTHING
-        wants = any(row.HasField("proposal") for row in rows)
-        self._send_round(rows, awaited=wants)
+        self._send_round(request, awaited=wants)
         if not wants:
             return NOTHING
         meanwhile()
+        by_id = {ask.context.sequence_id: ask for ask in asks}
         reply = self._wait_for_reply()
         if reply is None:
             self.counters["rounds_without_reply"] += 1
             return Exchange({}, 0, time.monotonic_ns() - started)
-        by_id = {ask.context.sequence_id: ask for ask in asks}
         proposals = {}
         for row in reply.rows:
-            ask = by_id.get(row.sequence_id)
-            drafted = self._proposal_of(ask, row) if ask is not None else None
+            asked = by_id.get(row.sequence_id)
+            drafted = self._proposal_of(asked, row) if asked is not None else None
             if drafted is not None:
                 proposals[row.sequence_id] = drafted
         waited = time.monotonic_ns() - started
@@ -458,34 +459,42 @@ class DrafterLink:
     def _can_ask(self, ask: Ask) -> bool:
         return self._is_current(ask.context) and self.drafts_at(ask.frontier)
 
-    def _row(self, ask: Ask) -> wire.RoundRow:
+    def _add_row(self, round_: wire.Round, ask: Ask) -> bool:
+        """Adds what there is to say of a row, if anything; whether a proposal is wanted for it."""
         assert self._stream is not None
         context = ask.context
         first = context.sent_frontier
         rows = context.take(context.unsent_rows)
-        row = self._stream.round_row(context, first, rows)
+        wants = (
+            ask.live > 0 and self.drafts_at(ask.frontier) and context.sent_frontier == ask.frontier
+        )
+        if rows is None and not wants:
+            return False
+        row = self._stream.add_row(round_, context, first, rows)
         if rows is not None:
             self.counters["feature_rows"] += len(rows)
             context.trim(self._window)
-        if ask.live and self.drafts_at(ask.frontier) and context.sent_frontier == ask.frontier:
-            row.proposal.frontier = ask.frontier
-            row.proposal.anchor = ask.anchor
-            row.proposal.live = ask.live
-            row.proposal.temperature = ask.temperature
-            row.proposal.seed = ask.seed
+        if wants:
+            wanted = row.proposal
+            wanted.frontier = ask.frontier
+            wanted.anchor = ask.anchor
+            wanted.live = ask.live
+            wanted.temperature = ask.temperature
+            wanted.seed = ask.seed
             if ask.tree is not None:
-                row.proposal.tree_nodes, row.proposal.tree_paths = ask.tree.nodes, ask.tree.paths
-        return row
+                wanted.tree_nodes, wanted.tree_paths = ask.tree.nodes, ask.tree.paths
+        return wants
 
-    def _send_round(self, rows: Sequence[wire.RoundRow], *, awaited: bool = False) -> None:
+    def _send_round(self, request: wire.DraftRoundsRequest, *, awaited: bool = False) -> None:
         assert self._stream is not None
         self._round_index += 1
+        request.round.round_index = self._round_index
         self._features_at_round = self._features_sent
         allowance = (self._features_sent - self._features_answered) * FEATURE_ALLOWANCE_NS
         deadline = time.monotonic_ns() + self._timeout_ns + allowance
         self._unanswered_round = (self._round_index, deadline)
         self.counters["rounds"] += 1
-        self._round_in_memory = self._stream.send_round(self._round_index, rows, awaited=awaited)
+        self._round_in_memory = self._stream.send_round(request, awaited=awaited)
 
     # ---- what arrives -------------------------------------------------------------------------
 
@@ -706,7 +715,3 @@ class DrafterLink:
             message_rows=self._message_rows,
             messages=UNANSWERED_FEATURES,
         )
-
-
-def _has_content(row: wire.RoundRow) -> bool:
-    return any(row.HasField(name) for name in ("features", "shared_features", "proposal"))

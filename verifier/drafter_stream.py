@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 import structlog
-import torch
 
 from outrider import faults, serving, tensors
 from outrider.shared_memory import FeatureMemory, on_this_host
+from outrider.tensors import RowBytes
 from outrider.tracing import NO_TRAIL, Trail
 from outrider.v1 import draft_service_pb2 as wire
-from outrider.v1 import draft_service_pb2_grpc
+from outrider.v1 import draft_service_pb2_grpc, tensor_pb2
 from verifier.draft_context import Context
 
 log = structlog.get_logger("outrider.drafter_stream")
@@ -61,11 +61,13 @@ class Stream:
         stub: draft_service_pb2_grpc.DraftServiceStub,
         address: str,
         memory: FeatureMemory | None,
+        row_type: tensor_pb2.DType,
         metadata: tuple[tuple[str, str], ...],
         counters: Counter[str],
     ) -> None:
         self.address = address
         self.memory = memory
+        self._row_type = row_type
         self.closed_ns = 0  # when it was closed from here, if it was
         self._counters = counters
         self._outgoing: queue.SimpleQueue[wire.DraftRoundsRequest | None] = queue.SimpleQueue()
@@ -79,8 +81,11 @@ class Stream:
 
     def send(self, **event: object) -> None:
         """Queues one message, named as an arm of ``event``."""
+        self._queue(wire.DraftRoundsRequest(**event))  # type: ignore[arg-type]
+
+    def _queue(self, request: wire.DraftRoundsRequest) -> None:
         self._queued += 1
-        self._outgoing.put(wire.DraftRoundsRequest(**event))  # type: ignore[arg-type]
+        self._outgoing.put(request)
 
     def send_hello(self, hello: wire.Hello) -> None:
         """Says Hello, which offers this stream's memory where it has some."""
@@ -106,51 +111,57 @@ class Stream:
         """Frees what the drafter holds of a context."""
         self.send(release=wire.Release(sequence_id=context.sequence_id, epoch=context.epoch))
 
-    def send_features(self, context: Context, first: int, rows: torch.Tensor) -> None:
-        """Sends feature rows [n, H] of positions [first, first + n)."""
+    def send_features(self, context: Context, first: int, rows: RowBytes) -> None:
+        """Sends feature rows of positions [first, first + n)."""
         message = wire.Features(
             sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
         )
         if self.memory is None:
-            message.rows.CopyFrom(tensors.encode(rows))
+            message.rows.CopyFrom(tensors.encode_rows(rows, self._row_type))
         else:
             message.shared_rows.CopyFrom(self.memory.put_message(rows))
         self.send(features=message)
 
-    def begin_round(self) -> None:
-        """Makes room for the rows of a Round; the one before must have been answered."""
+    def begin_round(self) -> wire.DraftRoundsRequest:
+        """A Round without rows, which is a barrier; the one before must have been answered.
+
+        It is filled in where it is, since messages that are put into others are copied.
+        """
         if self.memory is not None:
             self.memory.begin_round()
+        request = wire.DraftRoundsRequest()
+        request.round.SetInParent()
+        return request
 
-    def round_row(self, context: Context, first: int, rows: torch.Tensor | None) -> wire.RoundRow:
-        """A row of the Round that was begun, with feature rows [n, H] of [first, first + n)."""
-        row = wire.RoundRow(
-            sequence_id=context.sequence_id, epoch=context.epoch, first_position=first
-        )
+    def add_row(
+        self, round_: wire.Round, context: Context, first: int, rows: RowBytes | None
+    ) -> wire.RoundRow:
+        """Adds a row to the Round that was begun, with feature rows of [first, first + n)."""
+        row: wire.RoundRow = round_.rows.add()
+        row.sequence_id, row.epoch = context.sequence_id, context.epoch
+        row.first_position = first
         if rows is not None and self.memory is None:
-            row.features.CopyFrom(tensors.encode(rows))
+            row.features.CopyFrom(tensors.encode_rows(rows, self._row_type))
         elif rows is not None and self.memory is not None:
             row.shared_features.CopyFrom(self.memory.put_round_rows(rows))
         return row
 
-    def send_round(self, round_index: int, rows: Sequence[wire.RoundRow], *, awaited: bool) -> bool:
-        """Sends the Round; one without rows is a barrier.
+    def send_round(self, request: wire.DraftRoundsRequest, *, awaited: bool) -> bool:
+        """Sends the Round that was begun.
 
         Args:
-            round_index: Its number.
-            rows: What was begun with `begin_round`.
+            request: The Round, numbered.
             awaited: Whether nothing else will be sent before it is answered.
 
         Returns:
             Whether it was left in memory, for `take_reply` to find the answer there.
         """
-        round_ = wire.Round(round_index=round_index, rows=rows)
         if awaited and self.memory is not None:
-            request = wire.DraftRoundsRequest(round=round_)
-            if self.memory.post_round(round_index, self._queued, request):
+            index = request.round.round_index
+            if self.memory.post_round(index, self._queued, request):
                 self._counters["rounds_in_memory"] += 1
                 return True
-        self.send(round=round_)
+        self._queue(request)
         return False
 
     def take_reply(self, round_index: int) -> wire.DraftRoundsResponse | None:
@@ -319,7 +330,14 @@ class Dialler:
         channel = self._channel(address)
         stub = draft_service_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
         memory = self._memory_to_offer(address)
-        stream = Stream(stub, address, memory, self._metadata, self._counters)
+        stream = Stream(
+            stub,
+            address,
+            memory,
+            self._hello.geometry.activation_dtype,
+            self._metadata,
+            self._counters,
+        )
         self._stream = stream
         # a peer that takes the call and says nothing would hold the dial for ever
         silence = threading.Timer(WELCOME_TIMEOUT_S, stream.close)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
+import numpy as np
+
+from outrider.tensors import RowBytes
 
 _BLOCK_ROWS = 64  # that few rows at a time are gathered into
 
@@ -23,7 +25,7 @@ class FeatureRows:
     """
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[int, torch.Tensor]] = deque()  # with the first row's position
+        self._pieces: deque[tuple[int, RowBytes]] = deque()  # with the first row's position
         self._fills_last = False  # whether the last piece is a block that this object alone fills
         self.first = self.end = 0
 
@@ -35,35 +37,35 @@ class FeatureRows:
         """Bytes of the rows; those that are shared count for every holder."""
         if not self._pieces:
             return 0
-        _, rows = self._pieces[-1]
-        return len(self) * rows.shape[1] * rows.element_size()
+        width: int = self._pieces[-1][1].shape[1]
+        return len(self) * width
 
-    def append(self, first_position: int, rows: torch.Tensor) -> None:
-        """Adds rows [n, H] at [first_position, first_position + n).
+    def append(self, first_position: int, rows: RowBytes) -> None:
+        """Adds rows at [first_position, first_position + n).
 
         Rows that are there already are skipped; after a gap only the new ones are kept. Fewer than
         a block may change their content once this has returned.
         """
         skipped = max(0, self.end - first_position) if self._pieces else 0
-        if skipped >= rows.shape[0]:
+        if skipped >= len(rows):
             return
         if skipped:
             rows = rows[skipped:]
             first_position += skipped
         if first_position != self.end or not self._pieces:
             self._clear(first_position)
-        if rows.shape[0] >= _BLOCK_ROWS:
+        if len(rows) >= _BLOCK_ROWS:
             self._pieces.append((self.end, rows))
-            self.end += rows.shape[0]
+            self.end += len(rows)
             self._fills_last = False
         else:
             self._gather(rows)
 
-    def _gather(self, rows: torch.Tensor) -> None:
-        begun, count = 0, rows.shape[0]
+    def _gather(self, rows: RowBytes) -> None:
+        begun, count = 0, len(rows)
         while begun < count:
             if not self._fills_last or self.end - self._pieces[-1][0] == _BLOCK_ROWS:
-                block = torch.empty(_BLOCK_ROWS, rows.shape[1], dtype=rows.dtype)
+                block = np.empty((_BLOCK_ROWS, rows.shape[1]), dtype=np.uint8)
                 self._pieces.append((self.end, block))
                 self._fills_last = True
             first, block = self._pieces[-1]
@@ -73,10 +75,10 @@ class FeatureRows:
             begun += part
             self.end += part
 
-    def read(self, first: int, end: int) -> torch.Tensor:
+    def read(self, first: int, end: int) -> RowBytes:
         """The rows of [first, end), which must be non-empty and among those kept."""
         assert self.first <= first < end <= self.end
-        parts: list[torch.Tensor] = []
+        parts: list[RowBytes] = []
         ends = self.end
         # from the newest on: what is read is mostly what was just added
         for begins, piece in reversed(self._pieces):
@@ -85,7 +87,7 @@ class FeatureRows:
             if begins <= first:
                 break
             ends = begins
-        return parts[0] if len(parts) == 1 else torch.cat(parts[::-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
 
     def trim(self, first: int) -> None:
         """Lets go of the rows before ``first``; their memory goes with the last of a piece."""

@@ -65,6 +65,10 @@ class Outbox:
         """A row ended before its time."""
         self._untold.append(partial(row.end, outcome))
 
+    def round_ended(self, rows: int, *spent_ns: int) -> None:
+        """A round's times, for `VerifierMetrics.round_ended`."""
+        self._untold.append(partial(self._metrics.round_ended, rows, *spent_ns))
+
     def deliver(self) -> None:
         """Tells all of it; a row must not be previewed again before."""
         untold, self._untold = self._untold, []

@@ -227,7 +227,7 @@ class Rounds:
         if self.trees is not None and drafted:
             self.trees.round_ended(len(rows), furthest, proposal.columns, elapsed_ns)
             self.metrics.columns[str(proposal.columns)] += 1
-        self.metrics.round_ended(
+        self._outbox.round_ended(
             len(rows),
             elapsed_ns,
             proposal.draft_ns,
@@ -308,9 +308,6 @@ class Rounds:
         # on a device the clients hear of it later, under verify: here it would hold up the Round
         meanwhile = _nothing if self.blocks.runs_beside_host else self.deliver
         exchange = self.link.exchange(asks, meanwhile=meanwhile)
-        for row in rows:
-            row.usage.draft_ns += exchange.draft_ns
-            row.usage.wire_ns += exchange.wire_ns
         drafted = tuple(
             exchange.proposals.get(row.context.sequence_id) if row.context is not None else None
             for row in rows
@@ -336,6 +333,9 @@ class Rounds:
         block = self.blocks.verify(
             [block_row(r, d) for r, d in zip(proposal.rows, proposal.drafted, strict=True)]
         )
+        for row in proposal.rows:
+            row.usage.draft_ns += proposal.draft_ns
+            row.usage.wire_ns += proposal.wire_ns
         self.deliver()
         return VerifiedBlock(proposal, block)
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
-import torch
 from google.protobuf.message import DecodeError
 
 from outrider.faults import FaultError
 from outrider.message_box import MessageBox
+from outrider.tensors import RowBytes
 from outrider.v1 import draft_service_pb2 as wire
 
 FOLDER = Path("/dev/shm")
@@ -116,14 +116,14 @@ class FeatureMemory:
         """Forgets the rows of the Round before, which must have been answered."""
         self._round_end = 0
 
-    def put_round_rows(self, rows: torch.Tensor) -> wire.SharedRows:
-        """Adds one sequence's rows [n, taps * H] to the Round that is being made."""
+    def put_round_rows(self, rows: RowBytes) -> wire.SharedRows:
+        """Adds one sequence's rows to the Round that is being made."""
         first, self._round_end = self._round_end, self._round_end + len(rows)
         assert self._round_end <= self._round_rows
         return self._put(first, rows)
 
-    def put_message(self, rows: torch.Tensor) -> wire.SharedRows:
-        """Writes the rows [n, taps * H] of the next Features message."""
+    def put_message(self, rows: RowBytes) -> wire.SharedRows:
+        """Writes the rows of the next Features message."""
         assert len(rows) <= self._message_rows
         first = self._round_rows + self._turn * self._message_rows
         self._turn = (self._turn + 1) % self._messages
@@ -153,29 +153,29 @@ class FeatureMemory:
         found = self._replies.take(index)
         return None if found is None else _parsed(wire.DraftRoundsResponse, found[1])
 
-    def _put(self, first: int, rows: torch.Tensor) -> wire.SharedRows:
-        count = rows.shape[0]
-        raw = rows.contiguous().view(torch.uint8).numpy()
-        assert raw.shape[1] == self._row_bytes
-        self._rows[first : first + count] = raw
+    def _put(self, first: int, rows: RowBytes) -> wire.SharedRows:
+        count = len(rows)
+        # a single byte would fill a row too
+        assert rows.shape[1] == self._row_bytes
+        self._rows[first : first + count] = rows
         return wire.SharedRows(first_row=first, row_count=count)
 
 
 class OfferedMemory:
     """The drafter's half: of a file that a verifier offered, rows to read, and the boxes."""
 
-    def __init__(self, memory: mmap.mmap, row_count: int, width: int, dtype: torch.dtype) -> None:
-        values = torch.frombuffer(memory, dtype=dtype, offset=_HEADER_BYTES)
-        self._rows = values[: row_count * width].view(row_count, width)
+    def __init__(self, memory: mmap.mmap, row_count: int, row_bytes: int) -> None:
+        values = np.frombuffer(memory, dtype=np.uint8, offset=_HEADER_BYTES)
+        self._rows = values.reshape(row_count, row_bytes)
         self._head = memoryview(memory)[:_HEADER_BYTES]
         self._rounds, self._replies = _boxes(self._head)
 
     @classmethod
-    def open(cls, offer: wire.SharedMemoryOffer, width: int, dtype: torch.dtype) -> Self | None:
+    def open(cls, offer: wire.SharedMemoryOffer, row_bytes: int) -> Self | None:
         """Maps what was offered; None where it cannot be had, for whatever reason."""
         if not _NAME.fullmatch(offer.name) or len(offer.key) != KEY_BYTES:
             return None
-        size = _HEADER_BYTES + offer.row_count * width * dtype.itemsize
+        size = _HEADER_BYTES + offer.row_count * row_bytes
         try:
             file = os.open(FOLDER / offer.name, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
@@ -190,16 +190,17 @@ class OfferedMemory:
             os.close(file)
         if memory[:KEY_BYTES] != offer.key:
             return None
-        return cls(memory, offer.row_count, width, dtype)
+        return cls(memory, offer.row_count, row_bytes)
 
-    def rows(self, where: wire.SharedRows) -> torch.Tensor:
-        """The rows [n, width] that a message points to; copy them before it is answered.
+    def rows(self, where: wire.SharedRows) -> RowBytes:
+        """The rows that a message points to; copy them before it is answered.
 
         Raises:
             FaultError: TENSOR_SHAPE, they lie outside.
         """
-        first, end = where.first_row, where.first_row + where.row_count
-        if not 0 < where.row_count <= end <= len(self._rows):
+        first, count = where.first_row, where.row_count
+        end = first + count
+        if not 0 < count <= end <= len(self._rows):
             raise FaultError(
                 "TENSOR_SHAPE",
                 f"shared rows: expected rows within [0, {len(self._rows)}), got [{first}, {end})",

@@ -24,6 +24,7 @@ from drafter.service import DraftService, Engine
 from drafter.weights import DraftWeights, load_weights
 from outrider import serving
 from outrider.checkpoint import Checkpoint
+from outrider.tensors import row_bytes
 
 VOCAB, HIDDEN, TAPS, WINDOW, MASK = 160, 64, (0, 2, 3), 8, 155
 
@@ -70,7 +71,7 @@ class Drafting:
     def append(self, *pieces: tuple[Context, Tensor]) -> Append:
         """Materializes rows of several contexts at once."""
         append = self.memory.append([(context, len(rows)) for context, rows in pieces])
-        self.graphs.materialize([rows for _, rows in pieces], append)
+        self.graphs.materialize([row_bytes(rows) for _, rows in pieces], append)
         append.commit()
         return append
 

@@ -13,6 +13,7 @@ from drafter.model import DraftModel, ProposalAsk
 from drafter.selector import Proposals, selector_for
 from drafter.weights import load_weights
 from outrider.checkpoint import Checkpoint, bundled
+from outrider.tensors import row_bytes
 
 LENGTHS = (5, 130, 1, 9, 70)
 LIVES = (7, 1, 4, 7, 2)
@@ -57,7 +58,7 @@ def feed(graphs: DraftGraphs, pieces, size=64) -> list:
                 if first < len(rows)
             ]
             append = graphs.memory.append([(context, len(rows)) for context, rows in parts])
-            graphs.materialize([rows for _, rows in parts], append)
+            graphs.materialize([row_bytes(rows) for _, rows in parts], append)
             append.commit()
     return contexts
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ from drafter.model import ProposalAsk
 from drafter.selector import Proposals
 from drafter.service import Engine
 from outrider import PROTOCOL_REVISION, faults, pair, serving, tensors
+from outrider.tensors import RowBytes
 from outrider.v1 import draft_service_pb2 as wire
 from outrider.v1 import draft_service_pb2_grpc, tensor_pb2
 
@@ -48,12 +50,13 @@ class ScriptedGraphs:
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def materialize(self, features: list[torch.Tensor], append: Append) -> None:
-        for rows, (context, count) in zip(features, append.contexts, strict=True):
+    def materialize(self, features: list[RowBytes], append: Append) -> None:
+        for each, (context, count) in zip(features, append.contexts, strict=True):
+            rows = each.view(np.float32)
             assert len(rows) == count
             if (rows == BOOM).any():
                 raise RuntimeError("the model broke")
-            if rows.isnan().any():
+            if np.isnan(rows).any():
                 self.poisoned.add(context.slot)
             elif context.frontier == context.coverage_first:
                 self.poisoned.discard(context.slot)

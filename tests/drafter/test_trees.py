@@ -20,6 +20,7 @@ from outrider import PROTOCOL_REVISION, pair, tensors
 from outrider.checkpoint import Checkpoint, bundled
 from outrider.faults import FaultError
 from outrider.serving import MESSAGE_LIMIT
+from outrider.tensors import row_bytes
 from outrider.v1 import draft_service_pb2 as wire
 
 LENGTH, NODES, PATHS = 20, 16, 6
@@ -254,7 +255,7 @@ def test_a_graph_grows_what_its_functions_do_in_any_batch(on_device):
                 count = min(64, length - first)
                 rows = torch.randn(count, config.feature_width, generator=generator).bfloat16()
                 append = graphs.memory.append([(context, count)])
-                graphs.materialize([rows], append)
+                graphs.materialize([row_bytes(rows)], append)
                 append.commit()
             contexts.append(context)
     asks = [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from outrider import shared_memory
 from outrider.faults import FaultError
 from outrider.shared_memory import FeatureMemory, OfferedMemory, on_this_host
+from outrider.tensors import RowBytes
 from outrider.v1 import draft_service_pb2 as wire
 
 WIDTH = 24
@@ -25,7 +26,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def memory():
-    made = FeatureMemory(row_bytes=2 * WIDTH, round_rows=6, message_rows=4, messages=3)
+    made = FeatureMemory(row_bytes=WIDTH, round_rows=6, message_rows=4, messages=3)
     yield made
     made.unlink()
 
@@ -34,12 +35,11 @@ def opened(memory: FeatureMemory, **changes: object) -> OfferedMemory | None:
     offer = memory.offer()
     for name, value in changes.items():
         setattr(offer, name, value)
-    return OfferedMemory.open(offer, WIDTH, torch.bfloat16)
+    return OfferedMemory.open(offer, WIDTH)
 
 
-def rows(count: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, WIDTH, generator=generator).bfloat16()
+def rows(count: int, seed: int = 0) -> RowBytes:
+    return np.random.default_rng(seed).integers(256, size=(count, WIDTH), dtype=np.uint8)
 
 
 def test_what_one_side_puts_the_other_sees(memory):
@@ -47,22 +47,22 @@ def test_what_one_side_puts_the_other_sees(memory):
     memory.begin_round()
     first, second = rows(4, 1), rows(2, 2)
     places = [memory.put_round_rows(first), memory.put_round_rows(second)]
-    assert torch.equal(other.rows(places[0]), first)
-    assert torch.equal(other.rows(places[1]), second)
+    assert np.array_equal(other.rows(places[0]), first)
+    assert np.array_equal(other.rows(places[1]), second)
     message = rows(3, 3)
-    assert torch.equal(other.rows(memory.put_message(message)), message)
+    assert np.array_equal(other.rows(memory.put_message(message)), message)
     # the next round takes the place of the one before, and of no message
     memory.begin_round()
     third = rows(6, 4)
-    assert torch.equal(other.rows(memory.put_round_rows(third)), third)
+    assert np.array_equal(other.rows(memory.put_round_rows(third)), third)
 
 
 def test_strided_rows_and_a_view_of_one_row_are_written_as_they_read(memory):
     other = opened(memory)
-    wide = rows(3).repeat(1, 2)
-    assert torch.equal(other.rows(memory.put_message(wide[:, WIDTH:])), wide[:, WIDTH:])
-    alike = rows(1).expand(4, -1)
-    assert torch.equal(other.rows(memory.put_message(alike)), alike)
+    wide = np.tile(rows(3), 2)
+    assert np.array_equal(other.rows(memory.put_message(wide[:, WIDTH:])), wide[:, WIDTH:])
+    alike = np.broadcast_to(rows(1), (4, WIDTH))
+    assert np.array_equal(other.rows(memory.put_message(alike)), alike)
 
 
 def test_as_many_messages_as_may_be_unanswered_stand_side_by_side(memory):
@@ -74,8 +74,8 @@ def test_as_many_messages_as_may_be_unanswered_stand_side_by_side(memory):
         sent = [rows(4, 10 * turn + index) for index in range(3)]
         places = [memory.put_message(each) for each in sent]
         for place, each in zip(places, sent, strict=True):
-            assert torch.equal(other.rows(place), each)
-    assert torch.equal(other.rows(round_place), held)
+            assert np.array_equal(other.rows(place), each)
+    assert np.array_equal(other.rows(round_place), held)
 
 
 def test_rows_outlive_the_name_and_nothing_is_left_behind(memory):
@@ -86,7 +86,7 @@ def test_rows_outlive_the_name_and_nothing_is_left_behind(memory):
     memory.unlink()
     assert not path.exists()
     assert opened(memory) is None
-    assert torch.equal(other.rows(memory.put_message(rows(4))), rows(4))
+    assert np.array_equal(other.rows(memory.put_message(rows(4))), rows(4))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_rows_are_not_touched_by_messages(memory):
     place = memory.put_round_rows(held)
     assert memory.post_round(1, 0, round_event(1, rows=5000))
     assert other.post_reply(1, wire.DraftRoundsResponse(round_reply=wire.RoundReply()))
-    assert torch.equal(other.rows(place), held)
+    assert np.array_equal(other.rows(place), held)
 
 
 def test_bytes_that_are_no_message_are_a_fault(memory):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -38,7 +39,8 @@ def test_the_drafter_gets_the_features_of_every_committed_position(
     arrived: dict[int, torch.Tensor] = {}
 
     def collected(self, features, append):
-        for position, row in zip(append.positions[0].tolist(), torch.cat(features), strict=True):
+        rows = torch.from_numpy(np.concatenate(features)).view(torch.float32)
+        for position, row in zip(append.positions[0].tolist(), rows, strict=True):
             assert position not in arrived, "a position came twice"
             arrived[position] = row.clone()
         return materialize(self, features, append)

@@ -35,18 +35,18 @@ class Tap:
         self._unanswered = 0
         self._lines: list[list[str]] = []  # one list a message; a Round's holds its reply too
         self._rounds: dict[int, list[str]] = {}
-        send, apply = Stream.send, DrafterLink._apply
+        queue, apply = Stream._queue, DrafterLink._apply
 
-        def sent(stream, **event):
-            self.add(wire.DraftRoundsRequest(**event))
-            send(stream, **event)
+        def queued(stream, request):
+            self.add(request)
+            queue(stream, request)
 
         def applied(link, arrived):
             if arrived.message is not None:
                 self.add(arrived.message)
             return apply(link, arrived)
 
-        monkeypatch.setattr(Stream, "send", sent)
+        monkeypatch.setattr(Stream, "_queue", queued)
         monkeypatch.setattr(DrafterLink, "_apply", applied)
 
     def add(self, message: wire.DraftRoundsRequest | wire.DraftRoundsResponse) -> None:

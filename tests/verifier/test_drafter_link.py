@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 import torch
 
 from outrider import faults, serving, tensors
 from outrider.faults import FaultError
+from outrider.tensors import RowBytes, row_bytes
 from outrider.v1 import draft_service_pb2 as wire
-from outrider.v1 import draft_service_pb2_grpc
+from outrider.v1 import draft_service_pb2_grpc, tensor_pb2
 from verifier.draft_context import Context
 from verifier.drafter_link import DrafterLink
 from verifier.drafter_stream import Arrived
@@ -91,10 +93,15 @@ def fault_reply(sent: wire.Round, reason: str) -> wire.DraftRoundsResponse:
     return wire.DraftRoundsResponse(round_reply=reply)
 
 
+def hello_of() -> wire.Hello:
+    geometry = wire.DraftGeometry(public_vocab=100, activation_dtype=tensor_pb2.DTYPE_FLOAT32)
+    return wire.Hello(draft_tokens=K, geometry=geometry)
+
+
 class Setup:
     def __init__(self, answer: Answer, **options: object) -> None:
         self.drafter = ScriptedDrafter(answer)
-        hello = wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100))
+        hello = hello_of()
         arguments = {
             "row_bytes": 4 * WIDTH,
             "window": S,
@@ -135,7 +142,7 @@ def link_to(*drafters: ScriptedDrafter) -> DrafterLink:
     """A link that has not started, to the first of these that answers."""
     return DrafterLink(
         ",".join(f"127.0.0.1:{drafter.port}" for drafter in drafters),
-        wire.Hello(draft_tokens=K, geometry=wire.DraftGeometry(public_vocab=100)),
+        hello_of(),
         row_bytes=4 * WIDTH,
         window=S,
         all_local=True,
@@ -159,8 +166,8 @@ def setup() -> Iterator[Callable[..., Setup]]:
         each.close()
 
 
-def features(first: int, end: int) -> torch.Tensor:
-    return torch.arange(first, end).float()[:, None].expand(-1, WIDTH).contiguous()
+def features(first: int, end: int) -> RowBytes:
+    return row_bytes(torch.arange(first, end).float()[:, None].expand(-1, WIDTH))
 
 
 def ask(context: Context, frontier: int, live: int = K) -> Ask:
@@ -175,8 +182,9 @@ def test_pending_features_ride_in_the_round_and_the_proposal_comes_back(setup):
     assert exchange.proposals[context.sequence_id].token_ids == (5, 5, 5)
     (row,) = s.drafter.of("round")[0].rows
     assert (row.first_position, row.proposal.frontier, row.proposal.live) == (0, 3, K)
-    assert torch.equal(
-        tensors.decode(row.features, (None, WIDTH), torch.float32, name="rows"), features(0, 3)
+    assert np.array_equal(
+        row_bytes(tensors.decode(row.features, (None, WIDTH), torch.float32, name="rows")),
+        features(0, 3),
     )
 
 
@@ -354,8 +362,10 @@ def test_a_backlog_beyond_its_share_opens_again_S_rows_back(setup):
     assert s.link.counters["backlog_reopens"] == 1
     s.link.pump(drafting=False)
     s.drafter.wait_for("features")
-    assert torch.equal(
-        tensors.decode(s.drafter.of("features")[0].rows, (None, WIDTH), torch.float32, name="x"),
+    assert np.array_equal(
+        row_bytes(
+            tensors.decode(s.drafter.of("features")[0].rows, (None, WIDTH), torch.float32, name="x")
+        ),
         features(32, 40),
     )
 
@@ -383,7 +393,7 @@ def test_eight_features_messages_are_unanswered_at_most_whatever_is_answered_lat
     s.link.extend(first, 0, features(0, 256))
     s.link.pump(drafting=False)
     assert len(s.drafter.wait_for("features", 4)) == 4
-    s.link._send_round([])
+    s.link._send_round(s.link._stream.begin_round())
     s.link.extend(second, 0, features(0, 900))
     s.link.pump(drafting=False)
     s.drafter.wait_for("features", 8)
@@ -437,7 +447,7 @@ def test_a_mismatch_is_a_refusal_and_rounds_stay_plain():
     drafter = Refusing(greedy)
     link = DrafterLink(
         f"127.0.0.1:{drafter.port}",
-        wire.Hello(draft_tokens=K),
+        hello_of(),
         row_bytes=4 * WIDTH,
         window=S,
         all_local=True,
@@ -578,8 +588,9 @@ def test_after_a_loss_the_last_S_rows_are_sent_again_and_drafting_resumes(setup)
     (run,) = sent_rows(s.drafter, context.epoch)
     assert run == (31 - S, 31)
     (again,) = [f for f in s.drafter.of("features") if f.epoch == context.epoch]
-    assert torch.equal(
-        tensors.decode(again.rows, (None, WIDTH), torch.float32, name="x"), features(31 - S, 31)
+    assert np.array_equal(
+        row_bytes(tensors.decode(again.rows, (None, WIDTH), torch.float32, name="x")),
+        features(31 - S, 31),
     )
     assert s.link.counters["reseeds"] == 1
 

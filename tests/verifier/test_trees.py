@@ -298,7 +298,10 @@ def test_a_branch_leaves_what_its_chain_would(blocks: Blocks, depth: int):
             followed(blocks, block, tokens, parents)
             licensed = blocks.accept(block, [2, 2], [proposals.Law(*law), proposals.POINT_MASSES])
             blocks.commit(block, [6, 1])
-            features = [blocks.features(block, 0, 6).clone(), blocks.features(block, 1, 1).clone()]
+            features = [
+                torch.tensor(blocks.features(block, row, count)).view(blocks.target.dtype)
+                for row, count in ((0, 6), (1, 1))
+            ]
             outcomes.append(
                 (
                     licensed,

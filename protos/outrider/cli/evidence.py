@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from outrider.cli import VerbError
 from outrider.cli.statistics import ChiSquare, Independence, Law, Rate
 from outrider.client import Completion, RoundTrace
+from outrider.tensors import row_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +178,7 @@ class Proposer:
             self._link.poll()
         self._context = self._link.context()
         self._link.ensure_open(self._context, 0, len(self._features))
-        self._link.extend(self._context, 0, self._features)
+        self._link.extend(self._context, 0, row_bytes(self._features))
         while self._link.has_backlog(self._context):
             self._link.pump(drafting=False)
             time.sleep(0.001)
