@@ -36,6 +36,7 @@ from kernels.linear_add_rms_norm import linear_add_rms_norm
 from kernels.linear_topk import linear_topk
 from kernels.moe import moe
 from kernels.rms_norm import rms_norm
+from kernels.rows_finite import rows_finite
 from kernels.sliding_window_attention import sliding_window_attention
 from kernels.swiglu import swiglu
 from kernels.tree_accept import tree_accept
@@ -302,6 +303,12 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
         planes = (context, positions, positions, weight, gain, keys, values)
         return lambda: context_kv_materialize(*planes, eps=1e-6, theta=1e7)
 
+    def finite() -> Callable[[], object]:
+        ranked = B, W - 1, g.candidates
+        parts = random(B, W, H)[:, 1:], *(random(*ranked, dtype=torch.float32) for _ in range(2))
+        lives = counts - 1
+        return lambda: rows_finite(*((lives, values) for values in parts))
+
     cells = key_heads * D
     sizes = {
         "linear_topk": 2 * g.vocabulary * H,
@@ -309,8 +316,9 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
         "conv finish": 6 * B * W * H,
         "sliding_window_attention": 4 * B * (S + W) * cells + 4 * B * W * heads * D,
         "context_kv_materialize": 4 * g.draft_layers * cells * (H + B * W),
+        "rows_finite": 2 * B * W * (H + 4 * g.candidates),
     }
-    made = (ranking, enter, leave, attention, materialize)
+    made = (ranking, enter, leave, attention, materialize, finite)
     for (op, size), call in zip(sizes.items(), made, strict=True):
         yield Case(op, f"{B} x {W}", size, call)
 

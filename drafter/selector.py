@@ -18,6 +18,7 @@ from kernels.candidate_tree import candidate_tree
 from kernels.linear import linear
 from kernels.linear_argmax import linear_argmax
 from kernels.linear_topk import linear_topk
+from kernels.rows_finite import rows_finite
 from outrider.faults import FaultError
 from outrider.pair import DraftFacts
 
@@ -106,7 +107,7 @@ class ArgmaxSelector:
             public_vocab=self._public_vocab,
             token_ids=self._head.token_ids,
         )
-        return Proposals(tokens.view(masks.shape[:2]), _rows_finite(block.lives, masks))
+        return Proposals(tokens.view(masks.shape[:2]), rows_finite((block.lives, masks)))
 
 
 class ConditionalSelector:
@@ -125,6 +126,7 @@ class ConditionalSelector:
         masks = hidden[:, 1 : 1 + block.most_live]
         scores, ids = self._candidates(masks)
         projected = linear(masks, self._selector.hidden_projection)
+        behind = masks, scores, projected
         lattice = (
             scores,
             ids,
@@ -138,15 +140,14 @@ class ConditionalSelector:
         )
         if not block.tree_width:
             tokens, probabilities = candidate_selector(*lattice)
-            finite = _rows_finite(block.lives, masks, scores, projected, probabilities)
+            finite = rows_finite(*((block.lives, v) for v in (*behind, probabilities)))
             return Proposals(tokens, finite, ids, probabilities)
         tree = candidate_tree(
             *lattice, block.tree_nodes, block.tree_paths.clamp_min(1), width=block.tree_width
         )
         # rows without a tree get the path, bit for bit
         lines = torch.where(block.tree_nodes > 0, tree.counts, block.lives)
-        finite = _rows_finite(block.lives, masks, scores, projected)
-        finite = finite & _rows_finite(lines, tree.probabilities)
+        finite = rows_finite(*((block.lives, v) for v in behind), (lines, tree.probabilities))
         return Proposals(
             tree.tokens, finite, tree.candidate_ids, tree.probabilities, tree.parents, lines
         )
@@ -171,15 +172,6 @@ def selector_for(config: DraftConfig, weights: DraftWeights) -> Selector:
     return ConditionalSelector(
         weights.head, weights.selector, config.draft, config.target.public_vocab
     )
-
-
-def _rows_finite(lives: Tensor, *positions: Tensor) -> Tensor:
-    """[B] bool: whether all values at the first ``lives`` positions of each row are finite."""
-    dead = torch.arange(positions[0].shape[1], device=lives.device) >= lives.unsqueeze(1)
-    finite = torch.isfinite(positions[0]).all(dim=-1)
-    for values in positions[1:]:
-        finite = finite & torch.isfinite(values).all(dim=-1)
-    return (finite | dead).all(dim=1)
 
 
 def not_finite(frontier: int) -> FaultError:

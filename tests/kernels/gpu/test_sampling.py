@@ -7,6 +7,7 @@ from kernels.candidate_selector import candidate_selector
 from kernels.candidate_selector.reference import candidate_selector as selector_reference
 from kernels.rng import Purpose, uniform
 from kernels.rng.reference import uniform as uniform_reference
+from kernels.rows_finite import rows_finite
 from kernels.speculative_accept import speculative_accept
 from kernels.speculative_accept.reference import speculative_accept as accept_reference
 from kernels.target_distribution import SamplingRows, target_distribution
@@ -34,6 +35,24 @@ def test_draws_equal_the_reference_bit_for_bit(count):
     expected = uniform_reference(seeds, positions, purposes, sub)
     assert torch.equal(uniform(seeds, positions, purposes, sub), expected)
     assert torch.equal(uniform(seeds, positions, Purpose.ACCEPT, sub), expected[Purpose.ACCEPT])
+
+
+@pytest.mark.parametrize(("B", "P"), [(8, 15), (1, 7), (3, 1)])
+def test_what_is_not_finite_is_found_wherever_it_stands(random, B, P):
+    hidden, scores = random(B, P + 1, 5120), random(B, P, 16, dtype=FP32)
+    hidden[:, 0] = NAN
+    parts = hidden[:, 1:], scores, random(B, P, 256)
+    counts = torch.arange(P, P - B, -1, device="cuda").clamp_min(0)
+    for values, at in ((hidden[:, 1:], 5119), (scores, 15), (parts[2], 0)):
+        for row in range(B):
+            live = int(counts[row])
+            assert rows_finite(*((counts, part) for part in parts)).all()
+            for position in {0, live - 1, live} & set(range(P)):
+                kept = values[row, position, at].clone()
+                values[row, position, at] = float("inf")
+                found = rows_finite(*((counts, part) for part in parts)).tolist()
+                assert found == [other != row or position >= live for other in range(B)]
+                values[row, position, at] = kept
 
 
 @pytest.mark.parametrize(("B", "P", "R"), [(8, 15, 256), (1, 7, 256), (3, 0, 8)])

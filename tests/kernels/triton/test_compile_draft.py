@@ -123,6 +123,14 @@ CASES = {
         {"TAPS": 2, "BLOCK": 512},
         {},
     ),
+    "finite": (
+        "rows_finite._rows_finite_kernel",
+        {"finite": "*i1", "words": INT32}
+        | {"counts": (INT64,) * 4, "values": (BF16, FP32, BF16, FP32)}
+        | {"strides": (("i32", "i32"),) * 4, "widths": ("i32",) * 4},
+        {"TILES": (5, 1, 1, 1), "LINES": (8,) * 4, "BLOCKS": (1024, 16, 256, 16)},
+        {"num_warps": 8},
+    ),
     "selector": (
         "candidate_selector._walk_kernel",
         typed(
