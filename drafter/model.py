@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from drafter.context import Context, ContextMemory, ContextRows
-from drafter.weights import ConvolutionWeights, DraftWeights, LayerGroup, LayerWeights
+from drafter.weights import DraftWeights, LayerGroup, LayerWeights
 from kernels import dynamic_grouped_conv
 from kernels.context_attention import context_attention
 from kernels.context_kv_materialize import context_kv_materialize
+from kernels.gate_up_swiglu import gate_up_swiglu
 from kernels.head_norm_rope import head_norm_rope
 from kernels.linear import linear
+from kernels.linear_add_rms_norm import linear_add_rms_norm
 from kernels.rms_norm import rms_norm
 from kernels.sliding_window_attention import sliding_window_attention
-from kernels.swiglu import swiglu
 from outrider.pair import MOST_DRAFT_TOKENS, DraftFacts
 
 
@@ -75,6 +76,16 @@ class DraftModel:
             for place, index in enumerate(group.layers)
         }
         self._places = tuple(places[index] for index in range(draft.layer_count))
+        # the query heads' gain for each of them, then the key heads'
+        self._head_gains = tuple(
+            torch.cat(
+                (
+                    layer.query_norm.expand(draft.head_count, -1),
+                    layer.key_norm.expand(draft.key_value_head_count, -1),
+                )
+            )
+            for layer in weights.layers
+        )
         self._columns = torch.arange(MOST_DRAFT_TOKENS + 1, device=memory.device)
 
     def materialize(self, features: Tensor, destinations: Tensor) -> None:
@@ -121,28 +132,41 @@ class DraftModel:
         x = self._weights.embedding[tokens]
         if self._draft.input_embedding_scale != 1.0:
             x = x * self._draft.input_embedding_scale
-        for index, layer in enumerate(self._weights.layers):
-            x = self._layer(index, layer, x, positions, block)
-        return rms_norm(x, self._weights.final_norm, self._draft.norm_eps)
+        through = self._convolved_layers if self._draft.conv_kernel_size else self._plain_layers
+        return through(x, positions, block)
 
-    def _layer(
-        self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, block: DraftBlock
-    ) -> Tensor:
-        normed, delta = self._enter(x, layer.input_norm, layer.attention_conv)
-        attended = self._attend(index, layer, normed, positions, block)
-        x = _leave(x, linear(attended, layer.output), layer.attention_conv, delta)
-        normed, delta = self._enter(x, layer.post_attention_norm, layer.mlp_conv)
-        fed = linear(swiglu(linear(normed, layer.gate_up)), layer.down)
-        return _leave(x, fed, layer.mlp_conv, delta)
+    def _plain_layers(self, x: Tensor, positions: Tensor, block: DraftBlock) -> Tensor:
+        """All layers of a DFlash draft and the final norm: each product ends in the next norm."""
+        weights, eps = self._weights, self._draft.norm_eps
+        gains = [layer.input_norm for layer in weights.layers] + [weights.final_norm]
+        normed = rms_norm(x, gains[0], eps)
+        for index, layer in enumerate(weights.layers):
+            attended = self._attend(index, layer, normed, positions, block)
+            into = layer.output, x, layer.post_attention_norm
+            x, normed = linear_add_rms_norm(attended, *into, eps)
+            fed = gate_up_swiglu(normed, layer.gate_up)
+            x, normed = linear_add_rms_norm(fed, layer.down, x, gains[index + 1], eps)
+        return normed
 
-    def _enter(
-        self, x: Tensor, gain: Tensor, conv: ConvolutionWeights | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The branch's input: normed, and convolved where the draft does."""
+    def _convolved_layers(self, x: Tensor, positions: Tensor, block: DraftBlock) -> Tensor:
+        """All layers of a DFlash2 draft and the final norm: each branch is convolved around."""
         eps = self._draft.norm_eps
-        if conv is None:
-            return rms_norm(x, gain, eps), None
-        return dynamic_grouped_conv.prepare(x, gain, conv.base, conv.projection, eps)
+        for index, layer in enumerate(self._weights.layers):
+            around, behind = layer.attention_conv, layer.mlp_conv
+            assert around is not None
+            assert behind is not None
+            sides = around.base, around.projection
+            prepared, delta = dynamic_grouped_conv.prepare(x, layer.input_norm, *sides, eps)
+            attended = self._attend(index, layer, prepared, positions, block)
+            z = linear(attended, layer.output)
+            x = dynamic_grouped_conv.finish_add(x, z, around.base, delta)
+            sides = behind.base, behind.projection
+            prepared, delta = dynamic_grouped_conv.prepare(
+                x, layer.post_attention_norm, *sides, eps
+            )
+            z = linear(gate_up_swiglu(prepared, layer.gate_up), layer.down)
+            x = dynamic_grouped_conv.finish_add(x, z, behind.base, delta)
+        return rms_norm(x, self._weights.final_norm, eps)
 
     def _attend(
         self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, block: DraftBlock
@@ -151,8 +175,15 @@ class DraftModel:
         heads, key_heads = draft.head_count, draft.key_value_head_count
         projected = linear(x, layer.query_key_value)
         projected = projected.view(*x.shape[:2], -1, draft.head_dim)
-        query = self._rotate(projected[:, :, :heads], layer.query_norm, positions)
-        key = self._rotate(projected[:, :, heads:-key_heads], layer.key_norm, positions)
+        rotated = head_norm_rope(
+            projected[:, :, :-key_heads],
+            self._head_gains[index],
+            positions,
+            eps=draft.norm_eps,
+            theta=draft.rope_theta,
+            rotary_dim=draft.head_dim,
+        )
+        query, key = rotated[:, :, :heads], rotated[:, :, heads:]
         value = projected[:, :, -key_heads:]
         place, causal = self._places[index], draft.layer_causal[index]
         if index in self._weights.full.layers:
@@ -181,23 +212,3 @@ class DraftModel:
             window=draft.window,
             causal=causal,
         )
-
-    def _rotate(self, x: Tensor, gain: Tensor, positions: Tensor) -> Tensor:
-        draft = self._draft
-        return head_norm_rope(
-            x,
-            gain,
-            positions,
-            eps=draft.norm_eps,
-            theta=draft.rope_theta,
-            rotary_dim=draft.head_dim,
-        )
-
-
-def _leave(
-    residual: Tensor, z: Tensor, conv: ConvolutionWeights | None, delta: Tensor | None
-) -> Tensor:
-    """The residual stream after a branch, whose output is convolved where the draft does."""
-    if conv is None or delta is None:
-        return residual + z
-    return dynamic_grouped_conv.finish_add(residual, z, conv.base, delta)
