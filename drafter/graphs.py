@@ -42,7 +42,10 @@ _INTEGERS = (
     "seeds",
     "tree_nodes",
     "tree_paths",
+    "most_lines",
 )
+_FRONTIERS, _ANCHORS, _TREE_PATHS = map(_INTEGERS.index, ("frontiers", "anchors", "tree_paths"))
+_NO_LIMIT = 1 << 30
 
 
 class DraftGraphs:
@@ -285,11 +288,17 @@ class BlockBuffers:
             config.device,
             {
                 "integers": (torch.int64, (len(_INTEGERS), batch)),
+                "tokens": (torch.int64, (batch, config.width)),
+                "positions": (torch.int64, (batch, config.width)),
                 "temperatures": (torch.float32, (batch,)),
             },
         )
         self._integers = self._inputs.host["integers"].numpy()
         self._temperatures = self._inputs.host["temperatures"].numpy()
+        self._tokens = self._inputs.host["tokens"].numpy()
+        self._tokens[:] = config.draft.mask_token_id
+        self._positions = self._inputs.host["positions"].numpy()
+        self._columns = np.arange(config.width)
         # by columns of the trees; on the CPU a selector's results are where they are read already
         self._results: dict[int, Staging] = {}
         if config.device.type != "cpu":
@@ -336,12 +345,16 @@ class BlockBuffers:
                 # the wire's uint64 seeds travel as int64 bit patterns
                 ask.seed - (ask.seed >> 63 << 64),
                 ask.tree_nodes,
-                ask.tree_paths,
+                max(ask.tree_paths, 1),
+                _NO_LIMIT if ask.tree_nodes else ask.live,
             )
             temperatures[row] = ask.temperature
         # slot 0, no context, no live column
         integers[:, len(asks) :] = 0
+        integers[_TREE_PATHS, len(asks) :] = 1
         temperatures[len(asks) :] = 0.0
+        self._tokens[:, 0] = integers[_ANCHORS]
+        np.add(integers[_FRONTIERS, :, None], self._columns, out=self._positions)
 
     def send(self) -> None:
         """Copies the inputs to the device, in stream order."""
@@ -352,6 +365,8 @@ class BlockBuffers:
         inputs = dict(zip(_INTEGERS, self._inputs.device["integers"], strict=True))
         return DraftBlock(
             rows=memory.rows(inputs["slots"], inputs["coverage_first"], inputs["frontiers"], pages),
+            tokens=self._inputs.device["tokens"],
+            positions=self._inputs.device["positions"],
             anchors=inputs["anchors"],
             counts=inputs["counts"],
             lives=inputs["lives"],
@@ -359,6 +374,7 @@ class BlockBuffers:
             seeds=inputs["seeds"],
             tree_nodes=inputs["tree_nodes"],
             tree_paths=inputs["tree_paths"],
+            most_lines=inputs["most_lines"],
             width=self._width,
             tree_width=tree_width,
         )

@@ -23,7 +23,7 @@ from kernels.linear import linear
 from kernels.linear_add_rms_norm import linear_add_rms_norm
 from kernels.rms_norm import rms_norm
 from kernels.sliding_window_attention import sliding_window_attention
-from outrider.pair import MOST_DRAFT_TOKENS, DraftFacts
+from outrider.pair import DraftFacts
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,16 @@ class DraftBlock:
     """The device inputs of one masked block; one entry a row."""
 
     rows: ContextRows
+    tokens: Tensor  # [B, W] int64: the anchor, then masks
+    positions: Tensor  # [B, W] int64
     anchors: Tensor  # [B] int64
     counts: Tensor  # [B] int64: live columns; 0 in a row that stands for nothing
     lives: Tensor  # [B] int64: P
     temperatures: Tensor  # [B] FP32
     seeds: Tensor  # [B] int64 bit patterns
     tree_nodes: Tensor  # [B] int64: most columns of each row's tree; 0: the path alone
-    tree_paths: Tensor  # [B] int64: most leaves of it
+    tree_paths: Tensor  # [B] int64: most leaves of it, at least 1
+    most_lines: Tensor  # [B] int64: P without a tree, else no limit
     width: int  # W: columns computed, live or not
     tree_width: int = 0  # columns of the trees to grow, live or not; 0 grows none
 
@@ -86,7 +89,6 @@ class DraftModel:
             )
             for layer in weights.layers
         )
-        self._columns = torch.arange(MOST_DRAFT_TOKENS + 1, device=memory.device)
 
     def materialize(self, features: Tensor, destinations: Tensor) -> None:
         """Writes the context keys and values of new positions in every layer.
@@ -126,29 +128,26 @@ class DraftModel:
             [B, width, H] final-normed hidden states, activation type. Columns beyond a row's count
             mean nothing.
         """
-        columns = self._columns[: block.width]
-        positions = block.rows.frontiers.unsqueeze(1) + columns
-        tokens = torch.where(columns == 0, block.anchors.unsqueeze(1), self._draft.mask_token_id)
-        x = self._weights.embedding[tokens]
+        x = self._weights.embedding[block.tokens]
         if self._draft.input_embedding_scale != 1.0:
             x = x * self._draft.input_embedding_scale
         through = self._convolved_layers if self._draft.conv_kernel_size else self._plain_layers
-        return through(x, positions, block)
+        return through(x, block)
 
-    def _plain_layers(self, x: Tensor, positions: Tensor, block: DraftBlock) -> Tensor:
+    def _plain_layers(self, x: Tensor, block: DraftBlock) -> Tensor:
         """All layers of a DFlash draft and the final norm: each product ends in the next norm."""
         weights, eps = self._weights, self._draft.norm_eps
         gains = [layer.input_norm for layer in weights.layers] + [weights.final_norm]
         normed = rms_norm(x, gains[0], eps)
         for index, layer in enumerate(weights.layers):
-            attended = self._attend(index, layer, normed, positions, block)
+            attended = self._attend(index, layer, normed, block)
             into = layer.output, x, layer.post_attention_norm
             x, normed = linear_add_rms_norm(attended, *into, eps)
             fed = gate_up_swiglu(normed, layer.gate_up)
             x, normed = linear_add_rms_norm(fed, layer.down, x, gains[index + 1], eps)
         return normed
 
-    def _convolved_layers(self, x: Tensor, positions: Tensor, block: DraftBlock) -> Tensor:
+    def _convolved_layers(self, x: Tensor, block: DraftBlock) -> Tensor:
         """All layers of a DFlash2 draft and the final norm: each branch is convolved around."""
         eps = self._draft.norm_eps
         for index, layer in enumerate(self._weights.layers):
@@ -157,7 +156,7 @@ class DraftModel:
             assert behind is not None
             sides = around.base, around.projection
             prepared, delta = dynamic_grouped_conv.prepare(x, layer.input_norm, *sides, eps)
-            attended = self._attend(index, layer, prepared, positions, block)
+            attended = self._attend(index, layer, prepared, block)
             z = linear(attended, layer.output)
             x = dynamic_grouped_conv.finish_add(x, z, around.base, delta)
             sides = behind.base, behind.projection
@@ -168,9 +167,7 @@ class DraftModel:
             x = dynamic_grouped_conv.finish_add(x, z, behind.base, delta)
         return rms_norm(x, self._weights.final_norm, eps)
 
-    def _attend(
-        self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, block: DraftBlock
-    ) -> Tensor:
+    def _attend(self, index: int, layer: LayerWeights, x: Tensor, block: DraftBlock) -> Tensor:
         draft, memory, rows = self._draft, self.memory, block.rows
         heads, key_heads = draft.head_count, draft.key_value_head_count
         projected = linear(x, layer.query_key_value)
@@ -178,7 +175,7 @@ class DraftModel:
         rotated = head_norm_rope(
             projected[:, :, :-key_heads],
             self._head_gains[index],
-            positions,
+            block.positions,
             eps=draft.norm_eps,
             theta=draft.rope_theta,
             rotary_dim=draft.head_dim,

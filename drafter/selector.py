@@ -123,7 +123,7 @@ class ConditionalSelector:
 
     def select(self, hidden: Tensor, block: DraftBlock) -> Proposals:
         """See `Selector`."""
-        masks = hidden[:, 1 : 1 + block.most_live]
+        masks = hidden[:, 1 : 1 + block.most_live].contiguous()
         scores, ids = self._candidates(masks)
         projected = linear(masks, self._selector.hidden_projection)
         behind = masks, scores, projected
@@ -142,11 +142,9 @@ class ConditionalSelector:
             tokens, probabilities = candidate_selector(*lattice)
             finite = rows_finite(*((block.lives, v) for v in (*behind, probabilities)))
             return Proposals(tokens, finite, ids, probabilities)
-        tree = candidate_tree(
-            *lattice, block.tree_nodes, block.tree_paths.clamp_min(1), width=block.tree_width
-        )
+        tree = candidate_tree(*lattice, block.tree_nodes, block.tree_paths, width=block.tree_width)
         # rows without a tree get the path, bit for bit
-        lines = torch.where(block.tree_nodes > 0, tree.counts, block.lives)
+        lines = torch.minimum(tree.counts, block.most_lines)
         finite = rows_finite(*((block.lives, v) for v in behind), (lines, tree.probabilities))
         return Proposals(
             tree.tokens, finite, tree.candidate_ids, tree.probabilities, tree.parents, lines
