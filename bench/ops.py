@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from kernels import dynamic_grouped_conv
 from kernels.candidate_tree import candidate_tree
+from kernels.cast_together import cast_together
 from kernels.causal_attention import causal_attention
 from kernels.context_kv_materialize import context_kv_materialize
 from kernels.gate_up_swiglu import gate_up_swiglu
@@ -316,6 +317,13 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
         lives = counts - 1
         return lambda: rows_finite(*((lives, values) for values in parts))
 
+    def results() -> Callable[[], object]:
+        ranked = B, W - 1, g.candidates
+        ids, law = torch.zeros(ranked, device=DEVICE, dtype=torch.int64), random(*ranked).float()
+        found = ids[..., 0].contiguous(), counts > 0, ids, law
+        places = [torch.empty_like(t, dtype=t.dtype if t is law else torch.int32) for t in found]
+        return lambda: cast_together(found, places)
+
     cells = key_heads * D
     sizes = {
         "linear_topk": 2 * g.vocabulary * H,
@@ -325,8 +333,9 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
         "sliding_window_attention": 4 * B * (S + W) * cells + 4 * B * W * heads * D,
         "context_kv_materialize": 4 * g.draft_layers * cells * (H + B * W),
         "rows_finite": 2 * B * W * (H + 4 * g.candidates),
+        "cast_together": 20 * B * W * g.candidates,
     }
-    made = (ranking, enter, leave, product_and_leave, attention, materialize, finite)
+    made = (ranking, enter, leave, product_and_leave, attention, materialize, finite, results)
     for (op, size), call in zip(sizes.items(), made, strict=True):
         yield Case(op, f"{B} x {W}", size, call)
 

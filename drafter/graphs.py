@@ -22,6 +22,7 @@ from drafter.config import DraftConfig
 from drafter.context import PAGE_SIZE, Append, ContextMemory
 from drafter.model import DraftBlock, DraftModel, ProposalAsk
 from drafter.selector import Proposals, Selector
+from kernels.cast_together import cast_together
 from kernels.replay import Replays
 from kernels.staging import Staging
 from outrider.tensors import RowBytes
@@ -385,8 +386,8 @@ class BlockBuffers:
             return proposals
         tree_width = 0 if proposals.parents is None else proposals.parents.shape[1] + 1
         results = self._results[tree_width]
-        for name, place in results.device.items():
-            place.copy_(getattr(proposals, name))
+        found = [getattr(proposals, name) for name in results.device]
+        cast_together(found, list(results.device.values()))
         results.to_host()
         return Proposals(**results.host)
 

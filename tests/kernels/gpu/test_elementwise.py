@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.cast_together import cast_together
 from kernels.dynamic_grouped_conv import finish_add, linear_finish_add, prepare
 from kernels.dynamic_grouped_conv.reference import finish_add as finish_reference
 from kernels.dynamic_grouped_conv.reference import prepare as prepare_reference
@@ -122,3 +123,20 @@ def test_branch_that_ends_in_its_product_has_the_bits_of_its_parts(
         widest = widest or (out, *together)
         for one, other in zip((out, *together), widest, strict=True):
             assert torch.equal(one.nan_to_num(9.0), other[rows, :W].nan_to_num(9.0))
+
+
+def test_results_arrive_in_their_types_and_nothing_beyond(random):
+    ids = torch.randint(0, 248_320, (8, 15, 16), device="cuda")
+    finite, law = torch.arange(8, device="cuda") % 2 == 0, random(8, 15, 16, dtype=FP32)
+    law[3, 2] = NAN
+    sources = [ids[..., 0], finite, ids, law, ids[:0]]
+    types = [torch.int32, torch.bool, torch.int32, FP32, torch.int64]
+    rooms = [
+        torch.ones(s.numel() + 1, dtype=t, device="cuda")
+        for s, t in zip(sources, types, strict=True)
+    ]
+    cast_together(sources, [r[:-1].view(s.shape) for r, s in zip(rooms, sources, strict=True)])
+    for source, room in zip(sources, rooms, strict=True):
+        expected = source.to(room.dtype).flatten().nan_to_num(9)
+        assert torch.equal(room[:-1].nan_to_num(9), expected)
+        assert room[-1] == 1

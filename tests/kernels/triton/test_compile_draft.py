@@ -142,6 +142,13 @@ CASES = {
         )
         for columns, rows in ((16, 128), (32, 128), (16, 64))
     },
+    "cast": (
+        "cast_together._cast_kernel",
+        {"sources": (INT64, "*i1", INT64, FP32, INT64, INT64)}
+        | {"destinations": (INT32, "*i1", INT32, FP32, INT32, INT32), "counts": ("i32",) * 6},
+        {"TILES": (1,) * 6, "BLOCK": 1024},
+        {},
+    ),
     "finite": (
         "rows_finite._rows_finite_kernel",
         {"finite": "*i1", "words": INT32}
