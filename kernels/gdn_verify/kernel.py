@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from kernels.overlap import OVERLAPPED, enter, release, wait
-from kernels.trees import MOST_COLUMNS, MOST_PATHS
+from kernels.tree_paths import column_at, path_of, places_of
+from kernels.trees import MOST_PATHS
 
 if TYPE_CHECKING:
     from kernels.gdn_verify import GdnRecord
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 VALUES = 16  # of a head's state columns, each a sum of its own, in one program
 HEADS = 2  # convolved by one program, a warp each
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
-_BITS = tl.constexpr(MOST_COLUMNS)
 
 
 @triton.jit
@@ -132,33 +132,6 @@ def store_state(state, parts, dv, is_value, DK: tl.constexpr, DV: tl.constexpr, 
     for part in tl.static_range(4):
         cells, inside = _state_part(state, dk + part * R, dv, is_value, DK, DV)
         tl.store(cells, parts[part], mask=inside)
-
-
-@triton.jit
-def places_of(mask):
-    """For each of 32 columns its place among the members of a mask, or -1."""
-    bit = (mask >> tl.arange(0, _BITS)) & 1
-    return tl.where(bit != 0, tl.cumsum(bit, axis=0) - 1, -1)
-
-
-@triton.jit
-def column_at(places, place):
-    """The column at a place; 0 where there is none."""
-    return tl.sum(tl.where(places == place, tl.arange(0, _BITS), 0), axis=0)
-
-
-@triton.jit
-def path_of(ancestors, count, path):
-    """Places of the columns of a row's path of this number, and which no earlier path has."""
-    column = tl.arange(0, _BITS)
-    masks = tl.load(ancestors + column, mask=column < count, other=0)
-    sees = (masks[:, None] >> column[None, :]) & 1
-    # a path ends at a column that none sees but itself
-    last = (column < count) & (tl.sum(sees, axis=0) == 1)
-    number = tl.cumsum(last.to(tl.int32), axis=0) - 1
-    places = places_of(tl.sum(tl.where(last & (number == path), masks, 0), axis=0))
-    earlier = (last & (number < path)).to(tl.int32)
-    return places, (places >= 0) & (tl.max(sees * earlier[:, None], axis=0) == 0)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels.linear_topk.kernel import LOWEST_KEY, key_id, key_value, rank_key
 from kernels.overlap import OVERLAPPED, enter
-from kernels.trees import MOST_COLUMNS
+from kernels.tree_paths import depth_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,6 @@ _RANKED = 32
 _NO_WEIGHT = tl.constexpr(104.0)
 _NEAR = tl.constexpr(32.0)
 _LINEAR_STEPS = tl.constexpr(24)
-_BITS = tl.constexpr(MOST_COLUMNS)
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def _process_kernel(
         depth = column
         if ancestors is not None:
             mask = tl.load(ancestors + row * width + column)
-            depth = tl.sum((mask >> tl.arange(0, _BITS)) & 1, axis=0) - 1
+            depth = depth_of(mask)
         public = at < public_vocab
         logits_at = logits + row * logits_row + column.to(tl.int64) * logits_column + at
         z = tl.load(logits_at, mask=public, other=0.0).to(tl.float32)
