@@ -6,18 +6,20 @@ Maths: row b holds positions [0, F) in its pages, F = frontiers[b], and brings n
         s_p = D^-0.5 query_i . key_p,    y_i = softmax(s) values * sigmoid(gate_i).
     Query head h reads key and value head h // (Hq / Hkv).
     With ancestors the block is a tree (`kernels.trees`): column i attends [0, F) and, of the
-    columns, those in its mask; their keys and values lie at F..F+n-1 all the same.
+    columns, those in its mask; their keys and values are stored at F..F+n-1 all the same.
 Shapes: query [B, W, Hq, D], key [B, W, Hkv, D], value [B, W, Hkv, D], gate [B, W, Hq, D],
     key_pages and value_pages [pages, page, Hkv, D], page_tables int64 [B, N], frontiers and
     counts int64 [B], ancestors int32 [B, W]; the result is [B, W, Hq*D], heads in order.
 Domain: 0 <= n <= W; any W at B = 1, W <= 32 otherwise, and with ancestors. A live
-    column's mask has itself, the anchor, and no later column. Position p lies in physical page
-    page_tables[b, p // page] at offset p % page; table entries from ceil((F+n)/page) on are never
-    looked at. No two live cells coincide. Query and key come normed and rotated. Inputs may be
-    strided views; the pages are contiguous.
+    column's mask has itself, the anchor, and no later column; a row has at most 8 columns that no
+    other continues. Position p lies in physical page page_tables[b, p // page] at offset p % page;
+    table entries from ceil((F+n)/page) on are never looked at. No two live cells coincide. Query
+    and key come normed and rotated. Inputs may be strided views; the pages are contiguous.
 Numerics: FP32 scores, softmax, sums and gate, rounded once to the dtype of query. A key or value
     is rounded to the dtype of its pages when stored, its own column included, and read back from
-    there. The masks of a chain give the result without masks, bit for bit.
+    there. The masks of a chain give the result without masks, bit for bit. In a tree the columns of
+    a path have the results of a chain of them alone: the kernel's bit for bit, the reference's to
+    the rounding of sums.
 Effects: writes the n live columns of each row into the pages and nothing else. Dead columns
     (i >= n) store nothing and give exact zeros; whatever lies in unused cells, dead columns or
     pages of others, NaN included, does not reach a result.

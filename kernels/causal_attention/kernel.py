@@ -5,8 +5,13 @@ runs, of NEAR below FAR_FROM and of FAR from there on: short ones go side by sid
 less to add. A program stores the new keys and values of one run and scores it; a second kernel adds
 a column's runs in ascending order, as many as its own position asks for. So the arithmetic of a
 column follows from its position alone: not from the width of its block, its neighbours, or the
-length of the page table, which only decides how many programs are launched. In a tree the columns
-that one sees may have gaps, but the last of them is itself, as in a chain.
+length of the page table, which only decides how many programs are launched.
+
+A tree is scored path by path. A column's position is the frontier and its depth, and at each
+position from the frontier on stand the key and value of the path's column of that depth, wherever
+they lie in the pages: what a path's columns get is what a chain of them alone would. The runs below
+the frontier are the same on every path. Those that reach beyond it, two at most, have a program
+more for each further path; of the paths that pass a column the first gives its result.
 """
 
 import torch
@@ -14,12 +19,15 @@ import triton
 import triton.language as tl
 
 from kernels.overlap import OVERLAPPED, enter
+from kernels.tree_paths import columns_at, depth_of, member_count, path_masks
+from kernels.trees import MOST_PATHS
 
 WIDEST = 32  # columns of a launch
 NEAR, FAR, FAR_FROM = 128, 512, 2048  # positions of a run below FAR_FROM, and beyond
 RUNS = 16  # added at a time
 ROWS, KEYS = 64, 64  # scored at a time
 WARPS, STAGES = 8, 3
+ENDS = 2  # runs that the columns of a tree may lie in: it is not as deep as a run is long
 
 
 @triton.jit
@@ -88,12 +96,14 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Run program_id(0), rows (column, head of the group) of tile program_id(1), key head.
 
-    partial is FP32 [B, width, HKV*GROUP, runs, D]; statistics [.., runs, 2] hold each run's
-    greatest exponent and its sum of exponentials. EVEN says that a tile of KEYS never leaves a
-    page: the pages of a run are then looked up together, beforehand.
+    With ancestors the programs from `runs` on take ENDS runs, from the frontier's on, of each path
+    but the first. partial is FP32 [B, width, HKV*GROUP, runs, D]; statistics [.., runs, 2] hold
+    each run's greatest exponent and its sum of exponentials. EVEN says that a tile of KEYS never
+    leaves a page: the pages of a run are then looked up together, beforehand.
     """
     enter()
     row = (tl.program_id(2) // HKV).to(tl.int64)
@@ -108,18 +118,47 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
     end_column = tl.minimum(count, tl.cdiv((tl.program_id(1) + 1) * ROWS, GROUP))
     at = tl.arange(0, BLOCK)
     inside = at < D
-    own = live[:, None] & inside[None, :]
 
-    first = _first_of(tl.program_id(0), NEAR, FAR, FAR_FROM)
-    end = _first_of(tl.program_id(0) + 1, NEAR, FAR, FAR_FROM)
-    end = tl.minimum(frontier + end_column, end)
+    run = tl.program_id(0)
+    if ancestors is not None:
+        further = run - runs
+        end_run = _run_of(frontier, NEAR, FAR, FAR_FROM) + further % ENDS
+        run = tl.where(further < 0, run, end_run)
+    first = _first_of(run, NEAR, FAR, FAR_FROM)
+    end = _first_of(run + 1, NEAR, FAR, FAR_FROM)
+    if ancestors is None:
+        end = tl.minimum(frontier + end_column, end)
+    else:
+        # how far a line's column lies from the frontier; lines of other paths' are not live here
+        depth = column
+        passed = count * 0
+        if end > frontier:
+            deepest = -1
+            if (first_column < count) & (first < frontier + count):
+                path = tl.where(further < 0, 0, further // ENDS + 1)
+                passed, earlier = path_masks(ancestors + row * width, count, path, COLUMNS)
+                own_columns = passed & ~earlier
+                bit = tl.minimum(column, 31)
+                live = live & (((own_columns >> bit) & 1) != 0)
+                depth = member_count(passed, bit) - 1
+                # a path's own columns are its last ones
+                if ((own_columns & ((2 << end_column - 1) - 1)) >> first_column) != 0:
+                    deepest = member_count(passed, end_column - 1) - 1
+            # a path that gives no line of the tile its result ends before it begins
+            end = tl.where(deepest < 0, first, tl.minimum(frontier + deepest + 1, end))
+    own = live[:, None] & inside[None, :]
     if (first_column < count) & (first < end):
         table = page_tables + row * table_width
         # tiles of rows that share a run each store what they see of it, the same values
         if (end > frontier) & (first < frontier + count):
             nth = tl.arange(0, COLUMNS)
             place = frontier + nth
-            new = (place >= first) & (place < end)
+            if ancestors is None:
+                new = (place >= first) & (place < end)
+            else:
+                # the path's, which are read again below; other paths' programs store theirs
+                seat = frontier + member_count(passed, nth) - 1
+                new = ((passed >> nth) & 1 != 0) & (seat >= first) & (seat < end)
             mask = new[:, None] & inside[None, :]
             cell = tl.load(table + place // page, mask=new, other=0) * page + place % page
             cell = ((cell * HKV + shared) * D)[:, None] + at[None, :]
@@ -146,7 +185,6 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
             solid = tl.minimum(frontier + first_column + 1, end) - first
         else:
             solid = tl.minimum(frontier + 1, end) - first
-            seen = tl.load(ancestors + row * width + column, mask=live, other=0)
         solid = first + tl.maximum(solid, 0) // KEYS * KEYS
         for start in range(first, solid, KEYS):
             place = start + tl.arange(0, KEYS)
@@ -164,11 +202,15 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
             greatest, total, attended = _extend(scores, values, greatest, total, attended)
         for start in tl.range(solid, end, KEYS, num_stages=1):
             place = start + tl.arange(0, KEYS)
-            if EVEN:
+            stored = place
+            if ancestors is not None:
+                beyond = tl.maximum(place - frontier, 0)
+                stored = tl.minimum(place, frontier) + columns_at(passed, beyond)
+            if EVEN and ancestors is None:
                 number = tl.sum(tl.where(nth_tile == (start - first) // KEYS, numbers, 0))
             else:
-                number = tl.load(table + place // page, mask=place < end, other=0)
-            cell = number * page + place % page
+                number = tl.load(table + stored // page, mask=place < end, other=0)
+            cell = number * page + stored % page
             cell = (cell * HKV + shared) * D
             known = (place < end)[None, :] & inside[:, None]
             keys = tl.load(key_pages + cell[None, :] + at[:, None], mask=known, other=0.0)
@@ -178,12 +220,10 @@ def attend_kernel(  # noqa: PLR0912, PLR0915
             if ancestors is None:
                 visible = place[None, :] <= frontier + column[:, None]
             else:
-                bit = place - frontier
-                visible = (seen[:, None] >> tl.minimum(tl.maximum(bit, 0), 31)[None, :]) & 1
-                visible = (bit < 0)[None, :] | ((bit < 32)[None, :] & (visible != 0))
+                visible = place[None, :] <= frontier + depth[:, None]
             scores = tl.where(visible, scores, float("-inf"))
             greatest, total, attended = _extend(scores, values, greatest, total, attended)
-        line_out = ((row * width + column) * (HKV * GROUP) + head) * runs + tl.program_id(0)
+        line_out = ((row * width + column) * (HKV * GROUP) + head) * runs + run
         tl.store(partial + line_out[:, None] * D + at[None, :], attended, mask=own)
         tl.store(statistics + 2 * line_out, greatest, mask=live)
         tl.store(statistics + 2 * line_out + 1, total, mask=live)
@@ -196,6 +236,7 @@ def combine_kernel(
     gate,
     frontiers,
     counts,
+    ancestors,
     out,
     width,
     runs,
@@ -220,7 +261,10 @@ def combine_kernel(
     if column < tl.load(counts + row):
         partial += (line * tl.num_programs(1) + head) * runs * D
         statistics += (line * tl.num_programs(1) + head) * runs * 2
-        last = (tl.load(frontiers + row) + column).to(tl.int32)
+        depth = column
+        if ancestors is not None:
+            depth = depth_of(tl.load(ancestors + line))
+        last = (tl.load(frontiers + row) + depth).to(tl.int32)
         needed = _run_of(last, NEAR, FAR, FAR_FROM) + 1
         greatest = float("-inf")
         total = 0.0
@@ -287,7 +331,11 @@ def causal_attention(
     keys = KEYS if key_pages.element_size() <= 2 else 32
     cuts = {"NEAR": NEAR, "FAR": FAR, "FAR_FROM": FAR_FROM}
     block = max(triton.next_power_of_2(D), 16)
-    attend_kernel[(runs, triton.cdiv(W * group, ROWS), B * Hkv)](
+    programs = runs
+    if ancestors is not None:
+        ancestors = ancestors.contiguous()
+        programs += ENDS * (min(W, MOST_PATHS) - 1)
+    attend_kernel[(programs, triton.cdiv(W * group, ROWS), B * Hkv)](
         query,
         key,
         value,
@@ -296,7 +344,7 @@ def causal_attention(
         page_tables,
         frontiers,
         counts,
-        None if ancestors is None else ancestors.contiguous(),
+        ancestors,
         partial,
         statistics,
         D**-0.5 * 1.4426950408889634,  # log2(e): the exponentials are powers of two
@@ -315,6 +363,7 @@ def causal_attention(
         ROWS=ROWS,
         KEYS=keys,
         BLOCK=block,
+        ENDS=ENDS,
         **cuts,
         num_warps=WARPS,
         num_stages=STAGES,
@@ -327,6 +376,7 @@ def causal_attention(
         gate,
         frontiers,
         counts,
+        ancestors,
         out,
         W,
         runs,

@@ -79,6 +79,20 @@ def test_attention(host_random, distance, W, shape):
     assert torch.equal(causal_attention(*causal.copied(x), chain), plain)
 
 
+@pytest.mark.parametrize("shape", TARGETS)
+@pytest.mark.parametrize("W", [12, 16, 32])
+def test_attention_of_a_path_is_that_of_a_chain(host_random, shape, W):
+    frontiers = (0, 61, 126, 505, 1000, 2047, 2048 - W // 2, 2555)
+    counts = (W, W, W, 5, W, W, W, W - 1)
+    x = paged(host_random, frontiers, counts, W, **TARGETS[shape])
+    causal.expect_paths_to_be_chains(x, masks_of(8, W, counts, seed=W), counts)
+    for row in (1, 6):
+        alone = [*(plane[row : row + 1] for plane in x[:4]), *x[4:6]]
+        alone += [plane[row : row + 1] for plane in x[6:]]
+        masks = masks_of(1, W, [W], seed=W + row)
+        causal.expect_paths_to_be_chains(alone, masks, [W])
+
+
 @official
 @pytest.mark.parametrize("W", [12, 16, 32])
 def test_delta_rule(gdn, distance, W, geometry):

@@ -5,8 +5,8 @@ import torch
 
 from kernels.causal_attention import causal_attention, kernel
 from kernels.causal_attention.reference import causal_attention as reference
-from kernels.trees import ancestor_masks
-from tests.kernels.test_trees import random_parents
+from kernels.trees import ancestor_masks, members
+from tests.kernels.test_trees import few_paths
 
 NAN = float("nan")
 NEAR = kernel.NEAR
@@ -157,7 +157,7 @@ def test_inputs_may_be_part_of_wider_columns(random):
 )
 def test_trees_equal_reference(random, distance, frontiers, counts, W, shape, dtype):
     x = arguments(random, frontiers, counts, W, dtype=dtype, **shape)
-    masks = ancestor_masks(random_parents(len(counts), W - 1, seed=W))
+    masks = ancestor_masks(few_paths(len(counts), W - 1, seed=W))
     for row, count in enumerate(counts):
         masks[row, count:] = -1
     mine, theirs = copied(x), copied(x)
@@ -175,3 +175,52 @@ def test_masks_of_a_chain_change_no_bit(random, frontier):
     x = arguments(random, (frontier, 90), (20, 2), 20)
     masks = ancestor_masks(torch.arange(19).expand(2, 19))
     assert torch.equal(causal_attention(*copied(x), masks), causal_attention(*copied(x)))
+
+
+def paths_of(masks, counts):
+    """Each row's ways from the anchor to a column that no other continues."""
+    rows = []
+    for seen, count in zip(members(masks).tolist(), counts, strict=True):
+        ways = [[c for c, sees in enumerate(line) if sees] for line in seen[:count]]
+        last = [way for way in ways if sum(way[-1] in other for other in ways) == 1]
+        rows.append(last)
+    return rows
+
+
+def expect_paths_to_be_chains(x, masks, counts):
+    """The results and keys and values of every path have the bits of a chain of its columns."""
+    pages = copied(x)
+    tree = causal_attention(*pages, masks)
+    rows = paths_of(masks, counts)
+    for number in range(max(map(len, rows))):
+        ways = [ways[number] if number < len(ways) else [] for ways in rows]
+        width = max(map(len, ways))
+        columns = torch.tensor([way + [0] * (width - len(way)) for way in ways], device=x[0].device)
+        row = torch.arange(len(ways), device=x[0].device).unsqueeze(1)
+        chain = copied(x)
+        chain[:4] = [plane[row, columns] for plane in x[:4]]
+        chain[8] = torch.tensor([len(way) for way in ways], device=x[0].device)
+        alone = causal_attention(*chain)
+        for b, way in enumerate(ways):
+            assert torch.equal(tree[b, way], alone[b, : len(way)])
+
+
+@pytest.mark.usefixtures("soon_far")
+@pytest.mark.parametrize(
+    ("frontiers", "W", "most", "dtype", "shape"),
+    [
+        ((0, NEAR - 4, 2 * NEAR - 2), 8, 2, torch.float32, {"Hq": 2, "Hkv": 1, "page": 20}),
+        ((NEAR - 5, 2 * NEAR + 57), 12, 4, torch.float16, {"Hq": 6, "Hkv": 1}),
+        ((66, 2 * NEAR - 7), 16, 8, torch.float32, {"Hq": 3, "Hkv": 1, "page": 16}),
+        ((60, NEAR - 2), 16, 8, torch.float16, {"Hq": 3, "Hkv": 1}),
+        ((61,), 32, 8, torch.float16, {"Hq": 4, "Hkv": 1}),
+    ],
+    ids=str,
+)
+def test_path_of_a_tree_is_a_chain_bit_for_bit(random, frontiers, W, most, dtype, shape):
+    """Across the ends of pages, tiles and runs, whichever other paths there are."""
+    counts = (*(W for _ in frontiers[1:]), W - 3)
+    x = arguments(random, frontiers, counts, W, dtype=dtype, **shape)
+    masks = ancestor_masks(few_paths(len(counts), W - 1, seed=W, most=most))
+    masks[-1, W - 3 :] = -1
+    expect_paths_to_be_chains(x, masks, counts)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections import Counter
 
 import pytest
 
@@ -197,22 +198,33 @@ CASES = {
                 "ROWS": 64,
                 "KEYS": 64,
                 "BLOCK": 256,
+                "ENDS": 2,
             },
             {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False},
         )
         for name, key_heads, group in (("27B", 4, 6), ("35B", 2, 8))
         for tree in (False, True)
     },
-    "causal_attention-combine": (
-        "causal_attention.combine_kernel",
-        {
-            **dict.fromkeys(("partial", "statistics"), FP32),
-            **dict.fromkeys(("gate", "out"), BF16),
-            **dict.fromkeys(("frontiers", "counts"), INT64),
-        },
-        {"D": 256, **RUNS, "RUNS": 16, "BLOCK": 256},
-        {},
-    ),
+    **{
+        f"causal_attention-combine{'-tree' if tree else ''}": (
+            "causal_attention.combine_kernel",
+            {
+                **({"ancestors": "*i32"} if tree else {}),
+                **dict.fromkeys(("partial", "statistics"), FP32),
+                **dict.fromkeys(("gate", "out"), BF16),
+                **dict.fromkeys(("frontiers", "counts"), INT64),
+            },
+            {
+                **({} if tree else {"ancestors": None}),
+                "D": 256,
+                **RUNS,
+                "RUNS": 16,
+                "BLOCK": 256,
+            },
+            {},
+        )
+        for tree in (False, True)
+    },
     "tree_compact-columns": (
         "tree_compact.columns_kernel",
         {"plane": BF16, "columns": INT64},
@@ -296,19 +308,39 @@ def test_compiles_within_shared_memory(case):
     assert kernel.metadata.shared <= SHARED_MEMORY
 
 
+def sums(case):
+    """Shapes and layouts of what a case reduces or multiplies.
+
+    A sum's order follows the layout the compiler gives it: equal bits need equal layouts.
+    """
+    text = built(case).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, flags=re.MULTILINE))
+    operands = re.findall(r"\}\) : \(tensor<(\w+), (#.+)>\) ->", text)
+    operands += re.findall(r"_dot .*-> tensor<(\w+), (#.+?)>", text)
+    return {
+        (shape, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), layout))
+        for shape, layout in operands
+    }
+
+
+def arithmetic(case):
+    """How often a case has each instruction on FP32, conversions aside."""
+    found = re.findall(r"^\s+(?:@\S+ )?(\w\S*\.f32)\s", built(case).asm["ptx"], re.MULTILINE)
+    return Counter(name for name in found if not name.startswith("cvt"))
+
+
+@pytest.mark.parametrize("name", ["27B", "35B", "combine"])
+def test_attention_adds_up_trees_as_chains(name):
+    chain, tree = f"causal_attention-{name}", f"causal_attention-{name}-tree"
+    real = {(shape, layout) for shape, layout in sums(tree) if "f32" in shape}
+    assert real == {(shape, layout) for shape, layout in sums(chain) if "f32" in shape}
+    # both products, and the scores' greatest and sum
+    assert len(real) == 2
+    assert arithmetic(tree) == arithmetic(chain)
+
+
 @pytest.mark.parametrize("name", ["27B", "35B"])
 def test_verify_and_fold_sum_in_the_same_order(name):
-    """A sum's order follows the layout the compiler gives it; equal bits need equal layouts."""
-
-    def sums(case):
-        text = built(case).asm["ttgir"]
-        layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", text, flags=re.MULTILINE))
-        operands = re.findall(r"\}\) : \(tensor<(\w+), (#.+)>\) ->", text)
-        return {
-            (shape, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), layout))
-            for shape, layout in operands
-        }
-
     # sums of real numbers: over the square of a key, within a thread and over threads
     fold = sums(f"gdn_fold-{name}")
     assert len(fold) == 3
