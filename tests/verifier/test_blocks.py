@@ -7,7 +7,9 @@ accepted counts run through 0..K and every N is folded.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from verifier.projection import Projection
 from verifier.request import Sampling
 from verifier.state import TargetState
 from verifier.target import Target
+from verifier.trees import depths_of
 from verifier.weights import load_weights
 
 WIDTH, LANES, CHUNK, CONTEXT = 8, 8, 64, 1024
@@ -134,6 +137,62 @@ def test_branches_change_no_greedy_token(tiny: Blocks):
     assert run.moved > 20
 
 
+def grown(columns: int, *, most: int, seed: int) -> list[int]:
+    """Parents of a chain as deep as a block allows, and of columns behind it at random.
+
+    There are fewer columns where only leaves may be continued and all are that deep.
+    """
+    draw = random.Random(seed)
+    parents = list(range(WIDTH - 1))
+    while len(parents) + 1 < columns:
+        depths = depths_of(parents)
+        leaves = set(range(len(depths))) - set(parents)
+        open_columns = range(len(depths)) if len(leaves) < most else leaves
+        shallow = [c for c in open_columns if depths[c] + 1 < WIDTH]
+        if not shallow:
+            break
+        parents.append(draw.choice(shallow))
+    return parents
+
+
+def compare_paths_with_chains(blocks: Blocks, columns: int, lengths: Sequence[int]) -> float:
+    """The greatest difference of a tree's logits from those of chains, path by path.
+
+    Trees of several rows in one block against the chain of each path alone.
+    """
+    vocab, difference = blocks.tables.public_vocab, 0.0
+    draw = random.Random(columns)
+    with torch.inference_mode(), blocks.replays.stream():
+        prompts = [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+        residents = [planted.Resident(blocks, p, planted.GREEDY, 1, CHUNK) for p in prompts]
+        rows = []
+        for index, resident in enumerate(residents):
+            parents = grown(columns, most=2 + 2 * (index % 4), seed=index)
+            tokens = [draw.randrange(vocab) for _ in parents]
+            rows.append(replace(resident.row(tokens), parents=tuple(parents)))
+        results = blocks.verify(rows).buffers.results
+        trees = [plane[: len(rows)].clone() for plane in (results.logits, results.hidden)]
+        for index, row in enumerate(rows):
+            for leaf in set(range(len(row.token_ids))) - set(row.parents):
+                path = [leaf]
+                while path[0]:
+                    path.insert(0, row.parents[path[0] - 1])
+                tokens = tuple(row.token_ids[column] for column in path)
+                chain = blocks.verify([replace(row, token_ids=tokens, parents=())])
+                results = chain.buffers.results
+                for tree, plane in zip(trees, (results.logits, results.hidden), strict=True):
+                    gap = tree[index, path].double() - plane[0, : len(path)].double()
+                    difference = max(difference, float(gap.abs().max()))
+        for resident in residents:
+            resident.release()
+    return difference
+
+
+@pytest.mark.parametrize("columns", [12, 16])
+def test_a_path_of_a_tree_has_the_logits_of_a_chain(tiny: Blocks, columns: int):
+    assert compare_paths_with_chains(tiny, columns, [59, 124, 253]) < 1e-4
+
+
 def test_the_next_block_takes_the_records_of_the_one_before(tiny: Blocks):
     with torch.inference_mode():
         resident = resident_of(tiny)
@@ -227,6 +286,17 @@ def test_on_a_device_seeded_branches_depend_on_no_neighbour(on_device: Blocks):
     # the first row's errors and branches are planted at the same places alone
     alone = branching_run(on_device, prompts[:1], foretold[:1], sampling)
     assert alone.outputs[0] == together.outputs[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [12, 16])
+@pytest.mark.parametrize(
+    "lengths", [[61], [59, 124, 253], [3, 60, 64, 126, 250, 255, 257, 510]], ids=str
+)
+def test_on_a_device_a_path_of_a_tree_has_the_bits_of_a_chain(
+    on_device: Blocks, columns: int, lengths: list[int]
+):
+    assert compare_paths_with_chains(on_device, columns, lengths) == 0.0
 
 
 @pytest.mark.gpu
