@@ -27,6 +27,10 @@ NEAR, FAR, FAR_FROM = 128, 512, 2048  # positions of a run below FAR_FROM, and b
 RUNS = 16  # added at a time
 ROWS, KEYS = 64, 64  # scored at a time
 WARPS, STAGES = 8, 3
+# rows, warps and stages of a tile that reads the keys once for up to 128 lines, and from how many
+# lines on it is taken. TODO: set it, or remove both, when a device has timed 12 and 16 columns
+TALL = (128, 8, 2)
+TALL_FROM: int | None = None
 ENDS = 2  # runs that the columns of a tree may lie in: it is not as deep as a run is long
 
 
@@ -335,7 +339,8 @@ def causal_attention(
     if ancestors is not None:
         ancestors = ancestors.contiguous()
         programs += ENDS * (min(W, MOST_PATHS) - 1)
-    attend_kernel[(programs, triton.cdiv(W * group, ROWS), B * Hkv)](
+    rows, warps, stages = tile(W * group, max(query.element_size(), key_pages.element_size()))
+    attend_kernel[(programs, triton.cdiv(W * group, rows), B * Hkv)](
         query,
         key,
         value,
@@ -360,13 +365,13 @@ def causal_attention(
         D=D,
         COLUMNS=triton.next_power_of_2(W),
         EVEN=page % keys == 0,
-        ROWS=ROWS,
+        ROWS=rows,
         KEYS=keys,
         BLOCK=block,
         ENDS=ENDS,
         **cuts,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=warps,
+        num_stages=stages,
         enable_fp_fusion=False,
         **OVERLAPPED,
     )
@@ -389,6 +394,18 @@ def causal_attention(
         **OVERLAPPED,
     )
     return out
+
+
+def tile(lines: int, element_size: int) -> tuple[int, int, int]:
+    """Rows that a program scores, its warps and stages: without effect on any sum.
+
+    Args:
+        lines: Of a key head: columns times the query heads that share it.
+        element_size: Bytes, the larger of a query's and a key's; a tall tile holds two at most.
+    """
+    if TALL_FROM is not None and lines >= TALL_FROM and element_size <= 2:
+        return TALL
+    return ROWS, WARPS, STAGES
 
 
 def run_count(positions: int) -> int:

@@ -93,6 +93,19 @@ def test_attention_of_a_path_is_that_of_a_chain(host_random, shape, W):
         causal.expect_paths_to_be_chains(alone, masks, [W])
 
 
+@pytest.mark.parametrize("shape", TARGETS)
+@pytest.mark.parametrize("W", [12, 16, 32])
+def test_height_of_a_tile_changes_no_bit_of_attention(host_random, monkeypatch, shape, W):
+    frontiers, counts = (0, 61, 505, 2040, 4100), (W, W, 5, W, W - 1)
+    x = paged(host_random, frontiers, counts, W, **TARGETS[shape])
+    masks = masks_of(5, W, counts, seed=W)
+    for ancestors in (None, masks):
+        causal.expect_height_to_change_no_bit(x, ancestors, monkeypatch)
+    # chains of few columns beside trees of many: a low tile's bits against a tall one's
+    monkeypatch.setattr(causal.kernel, "TALL_FROM", causal.kernel.ROWS + 1)
+    causal.expect_paths_to_be_chains(x, masks, counts)
+
+
 @official
 @pytest.mark.parametrize("W", [12, 16, 32])
 def test_delta_rule(gdn, distance, W, geometry):

@@ -177,6 +177,24 @@ def test_masks_of_a_chain_change_no_bit(random, frontier):
     assert torch.equal(causal_attention(*copied(x), masks), causal_attention(*copied(x)))
 
 
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+def test_height_of_a_tile_changes_no_bit(random, monkeypatch, chain):
+    x = arguments(random, (NEAR - 5,), (22,), 22, dtype=torch.float16, Hq=4, Hkv=1)
+    masks = None if chain else ancestor_masks(few_paths(1, 21, most=4))
+    expect_height_to_change_no_bit(x, masks, monkeypatch)
+
+
+def expect_height_to_change_no_bit(x, masks, monkeypatch):
+    results = []
+    for first in (None, kernel.ROWS + 1):
+        monkeypatch.setattr(kernel, "TALL_FROM", first)
+        pages = copied(x)
+        results.append((causal_attention(*pages, masks), *pages[4:6]))
+    assert torch.equal(results[0][0], results[1][0])
+    for low, tall in zip(results[0][1:], results[1][1:], strict=True):
+        assert same(low, tall)
+
+
 def paths_of(masks, counts):
     """Each row's ways from the anchor to a column that no other continues."""
     rows = []

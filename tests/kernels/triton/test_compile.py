@@ -177,7 +177,7 @@ CASES = {
         for name, geometry in (("27B", GDN_27B), ("35B", GDN_35B))
     },
     **{
-        f"causal_attention-{name}{'-tree' if tree else ''}": (
+        f"causal_attention-{name}{'-tree' if tree else ''}{'-tall' if tall else ''}": (
             "causal_attention.attend_kernel",
             {
                 **({"ancestors": "*i32"} if tree else {}),
@@ -195,15 +195,16 @@ CASES = {
                 "COLUMNS": 16 if tree else 8,
                 "EVEN": True,
                 **RUNS,
-                "ROWS": 64,
+                "ROWS": 128 if tall else 64,
                 "KEYS": 64,
                 "BLOCK": 256,
                 "ENDS": 2,
             },
-            {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False},
+            {"num_warps": 8, "num_stages": 2 if tall else 3, "enable_fp_fusion": False},
         )
         for name, key_heads, group in (("27B", 4, 6), ("35B", 2, 8))
         for tree in (False, True)
+        for tall in (False, True)
     },
     **{
         f"causal_attention-combine{'-tree' if tree else ''}": (
@@ -337,6 +338,16 @@ def test_attention_adds_up_trees_as_chains(name):
     # both products, and the scores' greatest and sum
     assert len(real) == 2
     assert arithmetic(tree) == arithmetic(chain)
+
+
+@pytest.mark.parametrize("case", ["27B", "27B-tree", "35B", "35B-tree"])
+def test_attention_adds_up_a_line_alike_in_tiles_of_any_height(case):
+    """A warp has all keys of its lines, a thread the same of them; an instruction adds up 16."""
+    for rows, name in ((64, f"causal_attention-{case}"), (128, f"causal_attention-{case}-tall")):
+        layouts = dict(sums(name))
+        scored, added = layouts[f"{rows}x64xf32"], layouts[f"{rows}x256xf32"]
+        assert re.search(r"warpsPerCTA = \[\d+, 1\], instrShape = \[16, \d+, 16\]", scored)
+        assert re.search(r"warpsPerCTA = \[\d+, [12]\], instrShape = \[16, \d+, 16\]", added)
 
 
 @pytest.mark.parametrize("name", ["27B", "35B"])
