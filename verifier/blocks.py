@@ -575,6 +575,11 @@ class HostRows:
     _rows: Tensor
     _arrived: torch.cuda.Event | None
 
+    @property
+    def are_there(self) -> bool:
+        """Whether `arrived` would not wait: the device has processed their positions."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
     def arrived(self) -> RowBytes:
         """Waits for them; they are the caller's own."""
         if self._arrived is None:

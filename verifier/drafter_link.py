@@ -249,6 +249,11 @@ class DrafterLink:
         return context.is_open and (context.unsent_rows > self._width or bool(context.captures))
 
     @property
+    def has_whole_messages(self) -> bool:
+        """Whether unsent rows of some sequence fill a Features message."""
+        return any(c.unsent_rows >= FEATURE_ROWS_PER_MESSAGE for c in self._contexts.values())
+
+    @property
     def feature_bytes(self) -> int:
         """Host memory that the feature rows of live sequences hold now."""
         return sum(context.rows.byte_count for context in list(self._contexts.values()))

@@ -19,7 +19,7 @@ from outrider.faults import FaultError
 from verifier.acceptance import LicensedRow
 from verifier.blocks import Block, BlockRow, Blocks, HostRows
 from verifier.draft_policy import DraftPolicy
-from verifier.drafter_link import DrafterLink
+from verifier.drafter_link import FEATURE_ROWS_PER_MESSAGE, DrafterLink
 from verifier.metrics import VerifierMetrics
 from verifier.outbox import Kept, Outbox
 from verifier.preview import Preview
@@ -27,6 +27,8 @@ from verifier.proposals import Ask, Drafted, Law
 from verifier.request import Finish, FinishReason
 from verifier.sequence import Sequence
 from verifier.trees import TreeAsk, Trees
+
+_ANSWER_S = 0.0005  # between looks for the drafter's answer to a barrier
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class Rounds:
             # the rows of earlier chunks were copied while this one was being launched
             self.take_arrived()
             self._arriving.append((sequence, features))
+            self._send_while_busy(features)
         spent_ns = time.monotonic_ns() - started
         sequence.usage.prefill_ns += spent_ns
         self.metrics.chunk_ended(spent_ns)
@@ -166,6 +169,15 @@ class Rounds:
             self.take_arrived()
             licensed = self.accept(PrefilledPrompt(sequence, block))
             self.publish(self.commit(self.preview(licensed)))
+
+    def _send_while_busy(self, features: HostRows) -> None:
+        """Sends what earlier chunks left while the device works on this one, and no longer.
+
+        A turn sends no more than may be unanswered, which is less than a chunk brings.
+        """
+        while self.link.has_whole_messages and self.link.connected and not features.are_there:
+            self.link.pump(drafting=False, least_rows=FEATURE_ROWS_PER_MESSAGE)
+            time.sleep(_ANSWER_S)
 
     def replay(self, sequence: Sequence) -> None:
         """Processes up to W published tokens of a sample again, on the path that decoded them.

@@ -15,6 +15,8 @@ from tests.faults.doubles import Foretelling, plant
 from tests.system.conftest import greedy, prompt
 from tests.tiny_pair import TAPS
 from tests.tiny_target import load_oracle, run_oracle
+from verifier.blocks import HostRows
+from verifier.rounds import Rounds
 
 
 def projected(draft: Path, residuals: torch.Tensor) -> torch.Tensor:
@@ -63,3 +65,24 @@ def test_the_drafter_gets_the_features_of_every_committed_position(
     expected = projected(dense / kind, residuals)
     rows = torch.stack([arrived[position] for position in range(first, last)])
     torch.testing.assert_close(rows.double(), expected[first:last], atol=5e-5, rtol=0)
+
+
+def test_rows_of_earlier_chunks_go_while_the_device_works_on_the_next(dense, serve, monkeypatch):
+    """They are more than may be unanswered, so that each turn would leave some to the next."""
+    send, left = Rounds._send_while_busy, []
+
+    def sent(rounds, features):
+        before = rounds.link.has_whole_messages
+        send(rounds, features)
+        left.append((before, rounds.link.has_whole_messages))
+
+    monkeypatch.setattr(Rounds, "_send_while_busy", sent)
+    pair, client = serve(dense, "dflash", draft_tokens=7, prefill_chunk=1024, max_context=4096)
+    ask = {"max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    client.generate(prompt_ids=prompt(3000), **ask)
+    assert left == [(False, False), (True, True), (True, True)]
+    left.clear()
+    monkeypatch.setattr(HostRows, "are_there", False)
+    client.generate(prompt_ids=prompt(3000, seed=1), **ask)
+    assert left == [(False, False), (True, False), (True, False)]
+    pair.expect_idle()
