@@ -7,8 +7,7 @@ as soon as all of its predecessor's have begun, and wait there. Three rules keep
 
 * every program calls `wait` (or `enter`) before it reads what an earlier kernel wrote, and before
   it writes anything at all: past it, all earlier kernels have finished and can be seen;
-* before `wait` it may compute from its arguments' values and from memory that nobody writes, or
-  `fetch` that;
+* before `wait` it may compute from its arguments' values and from memory that nobody writes;
 * it is launched with `**OVERLAPPED`. A kernel launched without waits for everything as usual.
 
 Elsewhere, and under the interpreter, all of this is nothing.
@@ -46,23 +45,6 @@ def wait():
     """Waits until all earlier kernels have finished."""
     if _SUPPORTED:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def fetch(pointers):
-    """Asks for the 128 bytes around each pointer to be in the cache later; of no effect else.
-
-    Before `wait`, for memory that nobody writes: weights.
-    """
-    if _SUPPORTED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from kernels.linear.kernel import counters as arrivals_on
 from kernels.linear.kernel import cut, linear, runs, sum_of_runs, tile_rows
-from kernels.overlap import OVERLAPPED, enter, fetch, release, wait
+from kernels.overlap import OVERLAPPED, enter, release, wait
 
 _BLOCK_H = 512
 _RANGES = 5
-_LINE = 128  # bytes of the cache
-_AHEAD = 8  # lines of a row of a weight that are fetched before a product may begin
 _MOST_JOINED = 32  # rows; more runs' sums are added faster by programs of their own
 
 
@@ -66,24 +64,12 @@ def _delta_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    """Partial deltas [ranges, rows, outputs] of the range program_id(2) of H.
-
-    The range has up to AHEAD lines of the cache, of LINE elements.
-    """
-    release()
-    begin = tl.program_id(2) * span
-    if tl.program_id(0) == 0:
-        # all that the program will read of the weight, while the kernel before comes to its end
-        ahead = begin + tl.arange(0, AHEAD) * LINE
-        row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        row = tl.minimum(row, outputs - 1).to(tl.int64)
-        fetch(projection + row[:, None] * H + tl.minimum(ahead, H - 1)[None, :])
-    wait()
+    """Partial deltas [ranges, rows, outputs] of the range program_id(2) of H."""
+    enter()
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(2) * span
     across = tl.arange(0, BLOCK_K)
     x_at = at_m.to(tl.int64)[:, None] * H + across[None, :]
     w_at = projection + at_n.to(tl.int64)[None, :] * H + across[:, None]
@@ -244,14 +230,13 @@ def _linear_finish_kernel(
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN_K: tl.constexpr,
-    LINE: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """A tile of the weight's rows and a run of K, by program_id(0); the last run ends the tile.
 
     The sums are those of `linear_kernel` where it cuts all rows, and what follows is what
     `_finish_kernel` does with them. All M columns are one tile.
     """
+    wait()
     tile = tl.program_id(0) // SPLIT
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, COLUMNS)
@@ -264,10 +249,6 @@ def _linear_finish_kernel(
     run = tl.cdiv(blocks, SPLIT)
     first = tl.program_id(0) % SPLIT * run
     end = tl.minimum(first + run, blocks)
-    # what the product begins with, while the kernel before comes to its end
-    ahead = tl.minimum(first * BLOCK_K + tl.arange(0, AHEAD) * LINE, K - 1)
-    fetch(weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_row + ahead[None, :] * w_k)
-    wait()
     accumulated = tl.zeros((BLOCK_N, COLUMNS), dtype=tl.float32)
     for block in range(first, end):
         at = block * BLOCK_K
@@ -350,8 +331,6 @@ def prepare(
         BLOCK_M=16,
         BLOCK_N=32,
         BLOCK_K=block_k,
-        LINE=_LINE // x.element_size(),
-        AHEAD=triton.next_power_of_2(triton.cdiv(span * x.element_size(), _LINE)),
         num_warps=4,
         num_stages=4,
         **OVERLAPPED,
@@ -437,8 +416,6 @@ def linear_finish_add(
         COLUMNS=tile,
         SPLIT=plan.split,
         EVEN_K=K % plan.block_k == 0,
-        LINE=_LINE // weight.element_size(),
-        AHEAD=_AHEAD,
         num_warps=8 if tile > 64 else 4,
         num_stages=3 if tile > 64 else 5 if tile <= 32 and block_n == 64 else 4,
         **OVERLAPPED,

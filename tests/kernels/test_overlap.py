@@ -11,7 +11,6 @@ ROOT = Path(kernels.__file__).parent
 FILES = sorted(ROOT.glob("*/kernel.py"))
 WAITS = {"enter", "wait"}
 MEMORY = {"load", "store", "atomic_add", "atomic_xchg", "atomic_cas", "atomic_max"}
-HARMLESS = {"release", "range", "fetch"}  # a fetched value is not looked at
 WEIGHTS = {"gain"}  # parameters that no kernel writes: what they point to may be read at any time
 
 
@@ -44,7 +43,9 @@ def waits_first(kernel: ast.FunctionDef) -> bool:
         if any(isinstance(call, ast.Attribute) and call.attr in MEMORY for call in calls):
             return False
         # what a function of this package does with memory is not looked into
-        if any(isinstance(call, ast.Name) and call.id not in HARMLESS for call in calls):
+        if any(
+            isinstance(call, ast.Name) and call.id not in {"release", "range"} for call in calls
+        ):
             return False
     return False
 

@@ -108,7 +108,7 @@ CASES = {
     "conv-delta": (
         "dynamic_grouped_conv._delta_kernel",
         typed(bf16="upper rest projection", fp32="partial"),
-        {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "LINE": 64, "AHEAD": 16},
+        {"WIDE": False, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128},
         {"num_stages": 4},
     ),
     "conv-prepare": (
@@ -137,7 +137,7 @@ CASES = {
                 int32="arrivals",
             ),
             {"TAPS": 2, "WIDE": False, "BLOCK_N": rows, "BLOCK_K": 128, "COLUMNS": columns}
-            | {"SPLIT": 3, "EVEN_K": True, "w_k": 1, "LINE": 64, "AHEAD": 8},
+            | {"SPLIT": 3, "EVEN_K": True, "w_k": 1},
             {"num_stages": 5 if rows == 64 else 4},
         )
         for columns, rows in ((16, 128), (32, 128), (16, 64))
