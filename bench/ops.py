@@ -289,13 +289,6 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
         deltas = random(B, W, g.taps, H // g.group)
         return lambda: dynamic_grouped_conv.finish_add(x, z, base, deltas)
 
-    def product_and_leave() -> Callable[[], object]:
-        x, residual, gain = random(B, W, heads * D), random(B, W, H), random(H)
-        weight, base = random(H, heads * D, scale=0.02), random(2, g.taps, H)
-        deltas = random(B, W, g.taps, H // g.group)
-        planes = residual, x, weight, base, deltas, gain
-        return lambda: dynamic_grouped_conv.linear_finish_add(*planes)
-
     def attention() -> Callable[[], object]:
         query = random(B, W, heads, D)
         key, value = (random(B, W, key_heads, D) for _ in range(2))
@@ -329,13 +322,12 @@ def drafts(g: Geometry, B: int, W: int) -> Iterator[Case]:
         "linear_topk": 2 * g.vocabulary * H,
         "conv prepare": 2 * (outputs * H + 3 * B * W * H),
         "conv finish": 6 * B * W * H,
-        "conv linear finish": 2 * H * heads * D + 10 * B * W * H,
         "sliding_window_attention": 4 * B * (S + W) * cells + 4 * B * W * heads * D,
         "context_kv_materialize": 4 * g.draft_layers * cells * (H + B * W),
         "rows_finite": 2 * B * W * (H + 4 * g.candidates),
         "cast_together": 20 * B * W * g.candidates,
     }
-    made = (ranking, enter, leave, product_and_leave, attention, materialize, finite, results)
+    made = (ranking, enter, leave, attention, materialize, finite, results)
     for (op, size), call in zip(sizes.items(), made, strict=True):
         yield Case(op, f"{B} x {W}", size, call)
 

@@ -149,24 +149,23 @@ class DraftModel:
 
     def _convolved_layers(self, x: Tensor, block: DraftBlock) -> Tensor:
         """All layers of a DFlash2 draft and the final norm: each branch is convolved around."""
-        weights, eps = self._weights, self._draft.norm_eps
-        gains = [layer.input_norm for layer in weights.layers] + [weights.final_norm]
-        scaled = None
-        for index, layer in enumerate(weights.layers):
+        eps = self._draft.norm_eps
+        for index, layer in enumerate(self._weights.layers):
             around, behind = layer.attention_conv, layer.mlp_conv
             assert around is not None
             assert behind is not None
-            entry = gains[index], around.base, around.projection
-            prepared, delta = dynamic_grouped_conv.prepare(x, *entry, eps, scaled)
+            sides = around.base, around.projection
+            prepared, delta = dynamic_grouped_conv.prepare(x, layer.input_norm, *sides, eps)
             attended = self._attend(index, layer, prepared, block)
-            leave = layer.output, around.base, delta, layer.post_attention_norm
-            x, scaled = dynamic_grouped_conv.linear_finish_add(x, attended, *leave)
-            entry = layer.post_attention_norm, behind.base, behind.projection
-            prepared, delta = dynamic_grouped_conv.prepare(x, *entry, eps, scaled)
-            fed = gate_up_swiglu(prepared, layer.gate_up)
-            leave = layer.down, behind.base, delta, gains[index + 1]
-            x, scaled = dynamic_grouped_conv.linear_finish_add(x, fed, *leave)
-        return rms_norm(x, weights.final_norm, eps)
+            z = linear(attended, layer.output)
+            x = dynamic_grouped_conv.finish_add(x, z, around.base, delta)
+            sides = behind.base, behind.projection
+            prepared, delta = dynamic_grouped_conv.prepare(
+                x, layer.post_attention_norm, *sides, eps
+            )
+            z = linear(gate_up_swiglu(prepared, layer.gate_up), layer.down)
+            x = dynamic_grouped_conv.finish_add(x, z, behind.base, delta)
+        return rms_norm(x, self._weights.final_norm, eps)
 
     def _attend(self, index: int, layer: LayerWeights, x: Tensor, block: DraftBlock) -> Tensor:
         draft, memory, rows = self._draft, self.memory, block.rows

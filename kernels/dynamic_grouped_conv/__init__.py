@@ -6,12 +6,10 @@ Maths:
     conv(s, y)_i = sum over tap <= i of (base[s, tap] + delta_i[s, tap, group]) * y_(i - tap)
     prepare:     prepared = conv(0, n), finish_delta = delta[1]
     finish_add:  residual + conv(1, z), with the delta that `prepare` returned
-    linear_finish_add:  the same of z = y weight^T, and what `prepare` of the next branch can use
 
 Shapes:
     x, prepared, residual, z [B, W, H]; gain [H]; base [2, taps, H]; projection [2*taps*G, H]
     finish_delta [B, W, taps, G]; G groups of H/G neighbouring channels share a delta
-    y [B, W, K], weight [H, K]
 
 Domain:
     Columns of a row are neighbours in one block: column 0 has no predecessor, rows are separate
@@ -21,8 +19,7 @@ Numerics:
     FP32 inside; base and delta are added before the product. n and the input side's delta are
     never rounded; prepared and finish_delta round once to the dtype of x, the sum of `finish_add`
     once to the dtype of `residual`. A tap before the block contributes exactly zero, also where
-    values are not finite. `linear_finish_add` is bit for bit `finish_add` of `kernels.linear`, and
-    `prepare` bit for bit the same with what it returns as without.
+    values are not finite.
 
 Effects:
     None.
@@ -37,12 +34,7 @@ from kernels.dispatch import select
 
 
 def prepare(
-    x: Tensor,
-    gain: Tensor,
-    base: Tensor,
-    projection: Tensor,
-    eps: float,
-    scaled: Tensor | None = None,
+    x: Tensor, gain: Tensor, base: Tensor, projection: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Normalises a branch's input and convolves it; see the module's contract.
 
@@ -52,7 +44,6 @@ def prepare(
         base: [2, taps, H] coefficients of both sides.
         projection: [2*taps*G, H], rows in the order side, tap, group.
         eps: added to the mean square.
-        scaled: what `linear_finish_add` returned together with `x`, given the same gain.
 
     Returns:
         prepared [B, W, H] and finish_delta [B, W, taps, G], like `x`.
@@ -67,7 +58,7 @@ def prepare(
     require("projection", projection, (None, hidden))
     _groups("projection", projection.shape[0], 2 * base.shape[1], hidden)
     result: tuple[Tensor, Tensor] = select("dynamic_grouped_conv", x).prepare(
-        x, gain, base, projection, eps, scaled
+        x, gain, base, projection, eps
     )
     return result
 
@@ -94,43 +85,6 @@ def finish_add(residual: Tensor, z: Tensor, base: Tensor, finish_delta: Tensor) 
     _groups("finish_delta", finish_delta.shape[3], 1, hidden)
     result: Tensor = select("dynamic_grouped_conv", residual).finish_add(
         residual, z, base, finish_delta
-    )
-    return result
-
-
-def linear_finish_add(
-    residual: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    base: Tensor,
-    finish_delta: Tensor,
-    gain: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Ends a branch with its product, and begins the next; see the module's contract.
-
-    Args:
-        residual: [B, W, H].
-        x: [B, W, K], y of the formula, the dtype of `residual`.
-        weight: [H, K], the dtype of `residual`.
-        base: [2, taps, H] coefficients of both sides.
-        finish_delta: [B, W, taps, G] from `prepare` of the same branch.
-        gain: [H] plain gain of the next branch's norm.
-
-    Returns:
-        [B, W, H] like `residual`, and a tensor for `prepare` of the next branch alone to look into.
-
-    Raises:
-        ValueError: an argument of another shape or dtype.
-    """
-    rows, width, hidden = residual.shape
-    require("x", x, (rows, width, None), residual.dtype)
-    require("weight", weight, (hidden, x.shape[2]), residual.dtype)
-    require("base", base, (2, None, hidden))
-    require("finish_delta", finish_delta, (rows, width, base.shape[1], None))
-    require("gain", gain, (hidden,))
-    _groups("finish_delta", finish_delta.shape[3], 1, hidden)
-    result: tuple[Tensor, Tensor] = select("dynamic_grouped_conv", residual).linear_finish_add(
-        residual, x, weight, base, finish_delta, gain
     )
     return result
 

@@ -1,13 +1,8 @@
 """Triton form; see the contract.
 
-`prepare` is two launches where whatever made its column has scaled it: the products of the deltas
-and the convolution. The products read the column times its gain as two 16-bit parts, so that it is
-not rounded, and sum over H in a fixed number of ranges that the convolution adds in order. The
-inverse root mean square is a factor of both, and only the convolution needs it.
-
-`linear_finish_add` of a few rows is one launch where `linear` cuts the weight over K: the last run
-of a tile, which adds up what all have left in memory, finds its columns' predecessors there too.
-With more rows the runs' sums are added by the programs that convolve them. Neither changes a bit.
+`prepare` is three launches: the norm, the products of the deltas and the convolution. The products
+read the normed column as two 16-bit parts, so that it is not rounded, and sum over H in a fixed
+number of ranges that the convolution adds in order.
 """
 
 from __future__ import annotations
@@ -17,37 +12,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear.kernel import counters as arrivals_on
-from kernels.linear.kernel import cut, linear, runs, sum_of_runs, tile_rows
-from kernels.overlap import OVERLAPPED, enter, release, wait
+from kernels.overlap import OVERLAPPED, enter
 
 _BLOCK_H = 512
 _RANGES = 5
-_MOST_JOINED = 32  # rows; more runs' sums are added faster by programs of their own
 
 
 @triton.jit
-def _store_scaled(scaled, cell, total, value, scale, inside, WIDE: tl.constexpr):
-    """Keeps value times scale as one FP32 number, or as two of 16 bits, `total` cells apart."""
-    value = value * scale
-    first = value.to(scaled.dtype.element_ty)
-    tl.store(scaled + cell, first, mask=inside)
-    if not WIDE:
-        # of a number that is not finite the first part says all
-        left = tl.where(tl.abs(value) < float("inf"), value - first.to(tl.float32), 0.0)
-        tl.store(scaled + total + cell, left.to(scaled.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _scale_kernel(x, gain, scaled, rows, H, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The column times its gain, not yet normed."""
+def _norm_kernel(x, gain, upper, rest, inverses, eps, H, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The normed column, in one FP32 part or in two of the dtype of x."""
     enter()
     line = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, BLOCK)
     inside = at < H
-    value = tl.load(x + line * H + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-    _store_scaled(scaled, line * H + at, tl.cast(rows, tl.int64) * H, value, scale, inside, WIDE)
+    column = tl.load(x + line * H + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(column * column) / H + eps)
+    normed = column * inverse * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    first = normed.to(upper.dtype.element_ty)
+    tl.store(upper + line * H + at, first, mask=inside)
+    if not WIDE:
+        # of a number that is not finite the first part says all
+        left = tl.where(tl.abs(normed) < float("inf"), normed - first.to(tl.float32), 0.0)
+        tl.store(rest + line * H + at, left.to(rest.dtype.element_ty), mask=inside)
+    tl.store(inverses + line, inverse)
 
 
 @triton.jit
@@ -99,22 +86,14 @@ def _sum_ranges(partial, at, inside, rows, outputs, RANGES: tl.constexpr):
 
 
 @triton.jit
-def _inverse(x, line, H, eps, ROW: tl.constexpr):
-    """The inverse root mean square of a column."""
-    at = tl.arange(0, ROW)
-    wide = tl.load(x + line * H + at, mask=at < H, other=0.0).to(tl.float32)
-    return 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / H + eps)
-
-
-@triton.jit
 def _prepare_kernel(
     x,
     gain,
+    inverses,
     base,
     partial,
     prepared,
     finish_delta,
-    eps,
     rows,
     width,
     H,
@@ -122,7 +101,6 @@ def _prepare_kernel(
     TAPS: tl.constexpr,
     RANGES: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROW: tl.constexpr,
 ):
     """One column's channels, convolved; the other side's deltas, rounded."""
     enter()
@@ -134,18 +112,17 @@ def _prepare_kernel(
     leads = inside & (at % (H // groups) == 0)
     outputs = 2 * TAPS * groups
     scale = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-    own = _inverse(x, line, H, eps, ROW)
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
         delta_at = line * outputs + tap * groups + group
         # a tap before the block is not read at all
         if column >= tap:
             value = tl.load(x + (line - tap) * H + at, mask=inside, other=0.0).to(tl.float32)
-            value = value * (own if tap == 0 else _inverse(x, line - tap, H, eps, ROW)) * scale
+            value = value * tl.load(inverses + line - tap) * scale
             coefficient = tl.load(base + tap * H + at, mask=inside, other=0.0).to(tl.float32)
-            coefficient += own * _sum_ranges(partial, delta_at, inside, rows, outputs, RANGES)
+            coefficient += _sum_ranges(partial, delta_at, inside, rows, outputs, RANGES)
             total += coefficient * value
-        later = own * _sum_ranges(partial, delta_at + TAPS * groups, leads, rows, outputs, RANGES)
+        later = _sum_ranges(partial, delta_at + TAPS * groups, leads, rows, outputs, RANGES)
         later_at = finish_delta + (line * TAPS + tap) * groups + group
         tl.store(later_at, later.to(finish_delta.dtype.element_ty), mask=leads)
     tl.store(prepared + line * H + at, total.to(prepared.dtype.element_ty), mask=inside)
@@ -157,146 +134,35 @@ def _finish_kernel(
     base,
     deltas,
     residual,
-    gain,
     out,
-    scaled,
-    rows,
     width,
     H,
     groups,
     TAPS: tl.constexpr,
-    RUNS: tl.constexpr,
-    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One column's channels, convolved and added to the residual; with a gain also scaled.
-
-    z are as many FP32 sums as there are RUNS, to be added and rounded, or without any z itself.
-    """
+    """One column's channels, convolved and added to the residual."""
     enter()
     line = tl.program_id(0).to(tl.int64)
     column = line % width
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < H
     group = at // (H // groups)
-    cells = tl.cast(rows, tl.int64) * H
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
         # a tap before the block is not read at all
         if column >= tap:
-            place = z + (line - tap) * H + at
-            if RUNS:
-                value = sum_of_runs(place, cells, inside, RUNS)
-                value = value.to(out.dtype.element_ty).to(tl.float32)
-            else:
-                value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(z + (line - tap) * H + at, mask=inside, other=0.0).to(tl.float32)
             coefficient = tl.load(base + tap * H + at, mask=inside, other=0.0).to(tl.float32)
             delta_at = deltas + (line * TAPS + tap) * groups + group
             coefficient += tl.load(delta_at, mask=inside, other=0.0).to(tl.float32)
             total += coefficient * value
     total += tl.load(residual + line * H + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = total.to(out.dtype.element_ty)
-    tl.store(out + line * H + at, rounded, mask=inside)
-    if gain is not None:
-        scale = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-        cell = line * H + at
-        _store_scaled(scaled, cell, cells, rounded.to(tl.float32), scale, inside, WIDE)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _linear_finish_kernel(
-    x,
-    weight,
-    partial,
-    arrivals,
-    base,
-    deltas,
-    residual,
-    gain,
-    out,
-    scaled,
-    M,
-    N,
-    K,
-    x_row,
-    w_row,
-    w_k,
-    width,
-    groups,
-    TAPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """A tile of the weight's rows and a run of K, by program_id(0); the last run ends the tile.
-
-    The sums are those of `linear_kernel` where it cuts all rows, and what follows is what
-    `_finish_kernel` does with them. All M columns are one tile.
-    """
-    wait()
-    tile = tl.program_id(0) // SPLIT
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, COLUMNS)
-    k = tl.arange(0, BLOCK_K)
-    # rows beyond the edge repeat the last one and are not stored
-    w = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * w_row + k[None, :] * w_k
-    columns = x + m.to(tl.int64)[None, :] * x_row + k[:, None]
-    is_column = (m < M)[None, :]
-    blocks = tl.cdiv(K, BLOCK_K)
-    run = tl.cdiv(blocks, SPLIT)
-    first = tl.program_id(0) % SPLIT * run
-    end = tl.minimum(first + run, blocks)
-    accumulated = tl.zeros((BLOCK_N, COLUMNS), dtype=tl.float32)
-    for block in range(first, end):
-        at = block * BLOCK_K
-        if EVEN_K:
-            left = tl.load(w + at * w_k, eviction_policy="evict_first")
-            right = tl.load(columns + at, mask=is_column, other=0.0)
-        else:
-            left = tl.load(w + at * w_k, mask=k[None, :] < K - at, other=0.0)
-            right = tl.load(columns + at, mask=(k[:, None] < K - at) & is_column, other=0.0)
-        accumulated = tl.dot(left, right, accumulated, input_precision="ieee")
-
-    # not earlier: the next kernel's programs would stand in the way of those that stream
-    release()
-    is_row = n < N
-    inside = is_row[:, None] & is_column
-    cell = m.to(tl.int64)[None, :] * N + n[:, None]
-    size = M.to(tl.int64) * N
-    tl.store(partial + tl.program_id(0) % SPLIT * size + cell, accumulated, mask=inside)
-    tl.debug_barrier()
-    mine = arrivals + tile
-    if tl.atomic_add(mine, 1, sem="acq_rel") == SPLIT - 1:
-        column = m % width
-        group = n // (N // groups)
-        total = tl.zeros((BLOCK_N, COLUMNS), dtype=tl.float32)
-        for tap in tl.static_range(TAPS):
-            # a tap before the block is not read at all
-            reached = inside & (column >= tap)[None, :]
-            value = sum_of_runs(partial + cell - tap * N, size, reached, SPLIT)
-            value = value.to(out.dtype.element_ty).to(tl.float32)
-            own = tl.load(base + tap * N + n, mask=is_row, other=0.0).to(tl.float32)
-            delta_at = deltas + (m.to(tl.int64) * TAPS + tap)[None, :] * groups + group[:, None]
-            coefficient = own[:, None] + tl.load(delta_at, mask=reached, other=0.0).to(tl.float32)
-            total = tl.where(reached, total + coefficient * value, total)
-        total += tl.load(residual + cell, mask=inside, other=0.0).to(tl.float32)
-        rounded = total.to(out.dtype.element_ty)
-        tl.store(out + cell, rounded, mask=inside)
-        scale = tl.load(gain + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        _store_scaled(scaled, cell, size, rounded.to(tl.float32), scale, inside, WIDE)
-        tl.atomic_xchg(mine, 0)
+    tl.store(out + line * H + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def prepare(
-    x: Tensor,
-    gain: Tensor,
-    base: Tensor,
-    projection: Tensor,
-    eps: float,
-    scaled: Tensor | None = None,
+    x: Tensor, gain: Tensor, base: Tensor, projection: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """See the contract."""
     B, W, H = x.shape
@@ -309,18 +175,29 @@ def prepare(
         return prepared, finish_delta
     x, base = x.contiguous(), base.contiguous()
     wide = x.dtype is torch.float32
-    across = triton.cdiv(H, _BLOCK_H)
-    if scaled is None:
-        scaled = _room_for_scaled(x)
-        _scale_kernel[(rows, across)](
-            x, gain, scaled, rows, H, WIDE=wide, BLOCK=_BLOCK_H, num_warps=4, **OVERLAPPED
-        )
+    upper = torch.empty(rows, H, dtype=x.dtype, device=x.device)
+    rest = upper if wide else torch.empty_like(upper)
+    inverses = torch.empty(rows, dtype=torch.float32, device=x.device)
     partial = torch.empty(_RANGES, rows, outputs, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(H)
+    _norm_kernel[(rows,)](
+        x,
+        gain,
+        upper,
+        rest,
+        inverses,
+        eps,
+        H,
+        WIDE=wide,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **OVERLAPPED,
+    )
     block_k = 32 if wide else 128
     span = triton.cdiv(triton.cdiv(H, _RANGES), block_k) * block_k
     _delta_kernel[(triton.cdiv(rows, 16), triton.cdiv(outputs, 32), _RANGES)](
-        scaled[0],
-        scaled[-1],
+        upper,
+        rest,
         projection.contiguous(),
         partial,
         rows,
@@ -335,14 +212,14 @@ def prepare(
         num_stages=4,
         **OVERLAPPED,
     )
-    _prepare_kernel[(rows, across)](
+    _prepare_kernel[(rows, triton.cdiv(H, _BLOCK_H))](
         x,
         gain,
+        inverses,
         base,
         partial,
         prepared,
         finish_delta,
-        eps,
         rows,
         W,
         H,
@@ -350,7 +227,6 @@ def prepare(
         TAPS=taps,
         RANGES=_RANGES,
         BLOCK=_BLOCK_H,
-        ROW=triton.next_power_of_2(H),
         num_warps=4,
         **OVERLAPPED,
     )
@@ -359,104 +235,24 @@ def prepare(
 
 def finish_add(residual: Tensor, z: Tensor, base: Tensor, finish_delta: Tensor) -> Tensor:
     """See the contract."""
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    if out.numel():
-        _finish(residual, z.contiguous(), 0, base, finish_delta, None, out, None)
-    return out
-
-
-def linear_finish_add(
-    residual: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    base: Tensor,
-    finish_delta: Tensor,
-    gain: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """See the contract."""
-    B, W, H = residual.shape
-    out = torch.empty(B, W, H, dtype=residual.dtype, device=residual.device)
-    scaled = _room_for_scaled(residual)
-    if not out.numel():
-        return out, scaled
-    plan = cut(H, x.shape[2], weight.element_size())
-    if B * W > _MOST_JOINED or plan.split == 1 or plan.whole:
-        sums = runs(x, weight)
-        z, count = (linear(x, weight), 0) if sums is None else (sums, sums.shape[0])
-        _finish(residual, z, count, base, finish_delta, gain, out, scaled)
-        return out, scaled
-    columns = x.reshape(B * W, -1)
-    if columns.stride(1) != 1:
-        columns = columns.contiguous()
-    (M, K), taps, groups = columns.shape, *finish_delta.shape[2:]
-    tile = max(triton.next_power_of_2(M), 16)
-    block_n = tile_rows(H, plan, tile)
-    _linear_finish_kernel[(triton.cdiv(H, block_n) * plan.split,)](
-        columns,
-        weight,
-        torch.empty(plan.split, M, H, dtype=torch.float32, device=x.device),
-        arrivals_on(x.device),
-        base[1].contiguous(),
-        finish_delta.contiguous(),
-        residual.contiguous(),
-        gain,
-        out,
-        scaled,
-        M,
-        H,
-        K,
-        columns.stride(0),
-        *weight.stride(),
-        W,
-        groups,
-        TAPS=taps,
-        WIDE=residual.dtype is torch.float32,
-        BLOCK_N=block_n,
-        BLOCK_K=plan.block_k,
-        COLUMNS=tile,
-        SPLIT=plan.split,
-        EVEN_K=K % plan.block_k == 0,
-        num_warps=8 if tile > 64 else 4,
-        num_stages=3 if tile > 64 else 5 if tile <= 32 and block_n == 64 else 4,
-        **OVERLAPPED,
-    )
-    return out, scaled
-
-
-def _finish(
-    residual: Tensor,
-    z: Tensor,
-    run_count: int,
-    base: Tensor,
-    finish_delta: Tensor,
-    gain: Tensor | None,
-    out: Tensor,
-    scaled: Tensor | None,
-) -> None:
     B, W, H = residual.shape
     taps, groups = finish_delta.shape[2:]
+    out = torch.empty(B, W, H, dtype=residual.dtype, device=residual.device)
+    if B * W == 0:
+        return out
+    residual, base = residual.contiguous(), base.contiguous()
     _finish_kernel[(B * W, triton.cdiv(H, _BLOCK_H))](
-        z,
-        base[1].contiguous(),
+        z.contiguous(),
+        base[1],
         finish_delta.contiguous(),
-        residual.contiguous(),
-        gain,
+        residual,
         out,
-        scaled,
-        B * W,
         W,
         H,
         groups,
         TAPS=taps,
-        RUNS=run_count,
-        WIDE=residual.dtype is torch.float32,
         BLOCK=_BLOCK_H,
         num_warps=4,
         **OVERLAPPED,
     )
-
-
-def _room_for_scaled(x: Tensor) -> Tensor:
-    """For one FP32 part of every column, or for two of the dtype of x."""
-    parts = 1 if x.dtype is torch.float32 else 2
-    return torch.empty(parts, *x.shape, dtype=x.dtype, device=x.device)
+    return out

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.linear.reference import linear
 from kernels.rms_norm.reference import inverse_rms
 
 
 def prepare(
-    x: Tensor,
-    gain: Tensor,
-    base: Tensor,
-    projection: Tensor,
-    eps: float,
-    scaled: Tensor | None = None,
+    x: Tensor, gain: Tensor, base: Tensor, projection: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See the contract; what was scaled beforehand is of no use here."""
+    """See the contract."""
     rows, width, _ = x.shape
     taps = base.shape[1]
     normed = x.float()
@@ -30,19 +24,6 @@ def finish_add(residual: Tensor, z: Tensor, base: Tensor, finish_delta: Tensor) 
     """See the contract."""
     branch = _convolve(z.float(), base[1], finish_delta.float())
     return branch.add_(residual).to(residual.dtype)
-
-
-def linear_finish_add(
-    residual: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    base: Tensor,
-    finish_delta: Tensor,
-    gain: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """See the contract."""
-    total = finish_add(residual, linear(x, weight), base, finish_delta)
-    return total, total
 
 
 def _convolve(y: Tensor, base: Tensor, delta: Tensor) -> Tensor:

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from kernels.cast_together import cast_together
-from kernels.dynamic_grouped_conv import finish_add, linear_finish_add, prepare
+from kernels.dynamic_grouped_conv import finish_add, prepare
 from kernels.dynamic_grouped_conv.reference import finish_add as finish_reference
 from kernels.dynamic_grouped_conv.reference import prepare as prepare_reference
 from kernels.gated_rms_norm import gated_rms_norm
 from kernels.gated_rms_norm.reference import gated_rms_norm as gated_reference
 from kernels.head_norm_rope import head_norm_rope
 from kernels.head_norm_rope.reference import head_norm_rope as rope_reference
-from kernels.linear import linear
 from kernels.rms_norm import rms_norm
 from kernels.rms_norm.reference import rms_norm as norm_reference
 from kernels.swiglu import swiglu
@@ -95,34 +94,6 @@ def test_grouped_convolution(random, distance, B, W, H, G, taps):
         assert torch.equal(alone_delta[0], delta[row, :width])
         again = finish_add(part, z[row : row + 1, :width], base, alone_delta)
         assert torch.equal(again[0], finished[row, :width])
-
-
-@pytest.mark.parametrize("most_joined", [0, 32, 64])
-@pytest.mark.parametrize(("H", "K"), [(5120, 4096), (5120, 17408), (48, 2080), (48, 40)])
-def test_branch_that_ends_in_its_product_has_the_bits_of_its_parts(
-    random, monkeypatch, H, K, most_joined
-):
-    """In one launch or in two, of any number of rows, each row by itself."""
-    monkeypatch.setattr("kernels.dynamic_grouped_conv.kernel._MOST_JOINED", most_joined)
-    weight, base, gain = random(H, K, scale=K**-0.5), random(2, 2, H), random(H, dtype=FP32)
-    projection = random(4 * H // 16, H, scale=H**-0.5)
-    x, residual, delta = random(8, 16, K), random(8, 16, H), random(8, 16, 2, H // 16)
-    x[0, 15] = NAN
-    widest = None
-    for B, W in ((8, 16), (8, 8), (4, 8), (2, 8), (1, 8), (1, 1)):
-        rows = slice(8 - B, None)
-        own = residual[rows, :W], x[rows, :W], weight, base, delta[rows, :W], gain
-        for _ in range(2):  # the counters must be left as they were found
-            out, scaled = linear_finish_add(*own)
-            same = finish_add(own[0], linear(own[1], weight), base, own[4])
-            assert torch.equal(out.nan_to_num(9.0), same.nan_to_num(9.0))
-        together = prepare(out, gain, base, projection, 1e-6, scaled)
-        apart = prepare(out, gain, base, projection, 1e-6)
-        for one, other in zip(together, apart, strict=True):
-            assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
-        widest = widest or (out, *together)
-        for one, other in zip((out, *together), widest, strict=True):
-            assert torch.equal(one.nan_to_num(9.0), other[rows, :W].nan_to_num(9.0))
 
 
 def test_results_arrive_in_their_types_and_nothing_beyond(random):

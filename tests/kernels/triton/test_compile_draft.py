@@ -99,11 +99,11 @@ CASES = {
         {"PRECISION": "tf32", "BLOCK_M": 16, "BLOCK_K": 128, "HALF": 64},
         {"num_stages": 3},
     ),
-    "conv-scale": (
-        "dynamic_grouped_conv._scale_kernel",
-        typed(bf16="x scaled", fp32="gain"),
-        {"WIDE": False, "BLOCK": 512},
-        {},
+    "conv-norm": (
+        "dynamic_grouped_conv._norm_kernel",
+        typed(bf16="x upper rest", fp32="gain inverses"),
+        {"WIDE": False, "BLOCK": 8192},
+        {"num_warps": 16},
     ),
     "conv-delta": (
         "dynamic_grouped_conv._delta_kernel",
@@ -113,35 +113,16 @@ CASES = {
     ),
     "conv-prepare": (
         "dynamic_grouped_conv._prepare_kernel",
-        typed(bf16="x base prepared finish_delta", fp32="gain partial"),
-        {"TAPS": 2, "RANGES": 5, "BLOCK": 512, "ROW": 8192},
+        typed(bf16="x base prepared finish_delta", fp32="gain inverses partial"),
+        {"TAPS": 2, "RANGES": 5, "BLOCK": 512},
         {},
     ),
-    **{
-        f"conv-finish{f'-{runs}-runs' if runs else ''}": (
-            "dynamic_grouped_conv._finish_kernel",
-            typed(bf16="base deltas residual out")
-            | (typed(bf16="scaled", fp32="z gain") if runs else typed(bf16="z")),
-            {"TAPS": 2, "RUNS": runs, "WIDE": False, "BLOCK": 512}
-            | ({} if runs else {"gain": None, "scaled": None}),
-            {},
-        )
-        for runs in (0, 3)
-    },
-    **{
-        f"conv-linear-finish-{columns}-columns-{rows}-rows": (
-            "dynamic_grouped_conv._linear_finish_kernel",
-            typed(
-                bf16="x weight base deltas residual out scaled",
-                fp32="partial gain",
-                int32="arrivals",
-            ),
-            {"TAPS": 2, "WIDE": False, "BLOCK_N": rows, "BLOCK_K": 128, "COLUMNS": columns}
-            | {"SPLIT": 3, "EVEN_K": True, "w_k": 1},
-            {"num_stages": 5 if rows == 64 else 4},
-        )
-        for columns, rows in ((16, 128), (32, 128), (16, 64))
-    },
+    "conv-finish": (
+        "dynamic_grouped_conv._finish_kernel",
+        typed(bf16="z base deltas residual out"),
+        {"TAPS": 2, "BLOCK": 512},
+        {},
+    ),
     "cast": (
         "cast_together._cast_kernel",
         {"sources": (INT64, "*i1", INT64, FP32, INT64, INT64)}

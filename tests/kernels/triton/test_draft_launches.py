@@ -85,10 +85,10 @@ def drafter_of(name, tree_nodes):
 @pytest.mark.parametrize(
     ("name", "tree_nodes", "rows", "most"),
     [
-        ("qwen3.5-27b-dflash2", "off", 1, 67),
-        ("qwen3.5-27b-dflash2", "off", 8, 78),
-        ("qwen3.5-27b-dflash2", "16", 1, 68),
-        ("qwen3.5-27b-dflash2", "16", 8, 79),
+        ("qwen3.5-27b-dflash2", "off", 1, 87),
+        ("qwen3.5-27b-dflash2", "off", 8, 88),
+        ("qwen3.5-27b-dflash2", "16", 1, 88),
+        ("qwen3.5-27b-dflash2", "16", 8, 89),
         ("qwen3.5-35b-a3b-dflash", "off", 1, 65),
         ("qwen3.5-35b-a3b-dflash", "off", 8, 66),
     ],
