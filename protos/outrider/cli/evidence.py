@@ -344,8 +344,22 @@ class Samples:
         fit = ChiSquare()
         for output, members in self._groups(length).items():
             observed = Counter(each.token_ids[length] for each in members)
-            fit.add(observed, self._p(reference, output))
+            fit.add(*self._decided(reference, output, observed))
         return fit
+
+    def _decided(
+        self, reference: Reference, output: tuple[int, ...], observed: Counter[int]
+    ) -> tuple[Counter[int], torch.Tensor]:
+        """What occurred and p, without the tokens that rounding may bring in or leave out."""
+        p = self._p(reference, output)
+        if reference.exact:
+            return observed, p
+        logits = reference.logits(self.prompt + output)
+        tie = reference.tie(float(logits.max()))
+        undecided = self.law.undecided(logits, self.prompt, output, tie)
+        rest = p.masked_fill(undecided, 0.0)
+        seen = Counter({token: n for token, n in observed.items() if not undecided[token]})
+        return seen, rest / rest.sum()
 
     def _first_round(self, reference: Reference, proposer: Proposer) -> list[Outcome]:
         """d_1 against q, its accept rate against sum(min(p, q)), corrections against the rest."""

@@ -41,13 +41,7 @@ class Law:
         """
         import torch
 
-        z = logits.double().clone()
-        seen = sorted({*prompt, *output})
-        z[seen] = torch.where(
-            z[seen] > 0, z[seen] / self.repetition_penalty, z[seen] * self.repetition_penalty
-        )
-        for token_id, count in Counter(output).items():
-            z[token_id] -= self.presence_penalty + self.frequency_penalty * count
+        z = self._penalised(logits, prompt, output)
         weights, order = ((z - z.max()) / self.temperature).exp().sort(descending=True, stable=True)
         weights[self.top_k or len(weights) :] = 0
         before = weights.cumsum(0) - weights
@@ -55,6 +49,48 @@ class Law:
         stays[0] = True
         weights = weights * stays
         return torch.zeros_like(z).scatter(0, order, weights / weights.sum())
+
+    def undecided(
+        self, logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], tie: float
+    ) -> torch.Tensor:
+        """Ids so near the edge of a filter that logits which are off by ``tie`` decide, bool [V].
+
+        For top_p the odds of the mass before a token may be off by as much as one logit may.
+        """
+        import torch
+
+        stays = self.probabilities(logits, prompt, output) > 0
+        if stays.all():
+            return torch.zeros_like(stays)
+        z = self._penalised(logits, prompt, output)
+        ranked, order = z.sort(descending=True, stable=True)
+        # those of about the rank where the filters end
+        near = (ranked - z[stays].min()).abs() <= tie
+        if self.min_p > 0:
+            edge = ranked[0] + self.temperature * math.log(self.min_p)
+            near |= (ranked - edge).abs() <= tie
+        if self.top_p < 1:
+            weights = ((ranked - ranked[0]) / self.temperature).exp()
+            weights[self.top_k or len(weights) :] = 0
+            before = (weights.cumsum(0) - weights) / weights.sum()
+            odds = torch.logit(before) - math.log(self.top_p / (1 - self.top_p))
+            near |= odds.abs() <= tie / self.temperature
+        near[0] = False
+        return torch.zeros_like(near).scatter(0, order, near)
+
+    def _penalised(
+        self, logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int]
+    ) -> torch.Tensor:
+        import torch
+
+        z = logits.double().clone()
+        seen = sorted({*prompt, *output})
+        z[seen] = torch.where(
+            z[seen] > 0, z[seen] / self.repetition_penalty, z[seen] * self.repetition_penalty
+        )
+        for token_id, count in Counter(output).items():
+            z[token_id] -= self.presence_penalty + self.frequency_penalty * count
+        return z
 
 
 class ChiSquare:
