@@ -136,7 +136,7 @@ def test_several_sequences_of_a_round_lie_side_by_side(dense, serve):
 
 
 def test_a_drafter_that_cannot_map_it_takes_rows_in_messages(dense, serve, monkeypatch, folder):
-    monkeypatch.setattr(OfferedMemory, "open", lambda offer, width, dtype: None)
+    monkeypatch.setattr(OfferedMemory, "open", lambda offer, row_bytes: None)
     pair, client = serve(dense, draft_tokens=7)
     assert not shares(pair)
     assert generate(client, 40).usage.proposed > 0
@@ -209,14 +209,14 @@ def test_rows_that_are_nowhere_end_the_stream(dense, serve, shared, where, reaso
     config = engine.config
     memory = None
     if shared:
-        dtype = config.profile.activation
+        row_bytes = config.feature_width * config.profile.activation.itemsize
         made = FeatureMemory(
-            row_bytes=config.feature_width * dtype.itemsize,
+            row_bytes=row_bytes,
             round_rows=36,
             message_rows=64,
             messages=1,
         )
-        memory = OfferedMemory.open(made.offer(), config.feature_width, dtype)
+        memory = OfferedMemory.open(made.offer(), row_bytes)
         made.unlink()
     checkpoints = engine._checkpoints.claim(bytes(16), 0)
     rounds = DraftRounds(config, engine._graphs, 1, checkpoints, Counter(), memory)
