@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import bench.invariance
 import bench.ops
 import bench.rounds
 import bench.state
@@ -40,6 +41,7 @@ UNLISTED = re.compile(r"(^|/)(\..*|__init__\.py|__main__\.py|py\.typed)$")
 HELP: dict[str, Callable[[], object]] = {
     "drafter": lambda: drafter.__main__.parse(["--help"]),
     "verifier": lambda: verifier.options.parse(["--help"]),
+    "bench.invariance": lambda: bench.invariance.main(["--help"]),
     "bench.ops": lambda: bench.ops.main(["--help"]),
     "bench.rounds": lambda: bench.rounds.main(["--help"]),
     "bench.state": lambda: bench.state.main(["--help"]),
