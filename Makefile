@@ -34,7 +34,8 @@ soak: $(VENV)/test.stamp
 # needs a CUDA device, and so a torch that has CUDA: PYTEST=... names one that does
 PYTEST ?= $(BIN)/python -m pytest
 gpu-test:
-	$(PYTEST) -q -m gpu tests/kernels/gpu tests/bench/test_continued.py
+	$(PYTEST) -q -m gpu tests/kernels/gpu tests/verifier/test_blocks.py tests/drafter/test_graphs.py \
+		tests/drafter/test_trees.py tests/bench/test_continued.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check $(LINTED)

@@ -2,9 +2,10 @@
 
 Whether a kernel is compiled or interpreted is settled when Triton and the kernel's module are
 imported, so one process cannot do both, and an environment set here would leak into the rest of
-the suite. Hence every test module of this folder is collected as one item; the first of them to
-run starts a single `pytest` over all the modules selected, with TRITON_INTERPRET=1 and
-OUTRIDER_KERNELS=triton, and each reports its own module's failures. With TRITON_INTERPRET=1 in the
+the suite. Hence every test module of this folder is collected as one item; a single `pytest` over
+all the modules selected, with TRITON_INTERPRET=1 and OUTRIDER_KERNELS=triton, runs beside the tests
+before them, behind them where there are not enough CPUs, and each item reports its own module's
+failures. With TRITON_INTERPRET=1 in the
 environment the modules are collected as ordinary tests, one by one:
 
     TRITON_INTERPRET=1 OUTRIDER_KERNELS=triton pytest tests/kernels/triton/test_linear.py
@@ -16,6 +17,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -26,7 +28,7 @@ COMPILED = {"test_compile.py", "test_compile_draft.py", "test_compile_prefill.py
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-OUTCOMES = pytest.StashKey[dict]()
+RUN = pytest.StashKey["Interpretation"]()
 MINUTES_ALLOWED = 15
 
 
@@ -38,6 +40,17 @@ def pytest_pycollect_makemodule(module_path, parent):
     return InterpretedModule.from_parent(parent, path=module_path)
 
 
+def pytest_collection_finish(session):
+    modules = [item.path for item in session.items if isinstance(item, InterpretedRun)]
+    if modules and not session.config.option.collectonly and importlib.util.find_spec("triton"):
+        session.stash[RUN] = Interpretation(modules, session.config)
+
+
+def pytest_sessionfinish(session):
+    if RUN in session.stash:
+        session.stash[RUN].end()
+
+
 class InterpretedModule(pytest.File):
     def collect(self):
         yield InterpretedRun.from_parent(self, name="interpreted")
@@ -46,16 +59,13 @@ class InterpretedModule(pytest.File):
 class InterpretedRun(pytest.Item):
     def __init__(self, **arguments):
         super().__init__(**arguments)
-        # the first one waits for the modules of all
+        # the first one may wait for the modules of all
         self.add_marker(pytest.mark.timeout(60 * MINUTES_ALLOWED))
 
     def runtest(self):
-        if importlib.util.find_spec("triton") is None:
+        if RUN not in self.session.stash:
             pytest.skip("triton is not installed")
-        if OUTCOMES not in self.session.stash:
-            modules = [i.path for i in self.session.items if isinstance(i, InterpretedRun)]
-            self.session.stash[OUTCOMES] = _interpret(modules, self.config)
-        cases, output = self.session.stash[OUTCOMES]
+        cases, output = self.session.stash[RUN].outcomes()
         mine = [c for c in cases if c.get("classname", "").split(".")[-1] == self.path.stem]
         if not mine:
             raise InterpretedFailure(f"no test of {self.path.name} ran:\n{output}")
@@ -82,28 +92,42 @@ class InterpretedFailure(Exception):
     pass
 
 
-def _interpret(modules, config):
-    """The `testcase` elements of one run over the modules, and what that run printed."""
-    report = Path(config.rootpath) / ".pytest_cache" / f"interpreted-{os.getpid()}.xml"
-    report.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", f"--junitxml={report}"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OUTRIDER_KERNELS": "triton"}
-    done = subprocess.run(
-        [*command, *map(str, modules)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60 * MINUTES_ALLOWED,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    if not report.exists():
-        return [], output
-    try:
-        return list(ElementTree.parse(report).iter("testcase")), output
-    finally:
-        report.unlink()
+class Interpretation:
+    """One run over the modules, in the background and less urgent than the suite's own process."""
+
+    def __init__(self, modules, config):
+        self._outcomes = None
+        self._report = Path(config.rootpath) / ".pytest_cache" / f"interpreted-{os.getpid()}.xml"
+        self._report.parent.mkdir(exist_ok=True)
+        # not a pipe: nobody reads it before the end
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in end
+        options = ["-q", "--tb=short", f"--junitxml={self._report}"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *map(str, modules)],
+            cwd=ROOT,
+            env=os.environ | {"TRITON_INTERPRET": "1", "OUTRIDER_KERNELS": "triton"},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
+
+    def outcomes(self):
+        """Its `testcase` elements, and what it printed; waits for its end."""
+        if self._outcomes is None:
+            self._process.wait(60 * MINUTES_ALLOWED)
+            self._output.seek(0)
+            cases = []
+            if self._report.exists():
+                cases = list(ElementTree.parse(self._report).iter("testcase"))
+            self._outcomes = cases, self._output.read()
+        return self._outcomes
+
+    def end(self):
+        """Leaves no process and no file behind."""
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+        self._report.unlink(missing_ok=True)
 
 
 @pytest.fixture
