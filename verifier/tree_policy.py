@@ -23,6 +23,9 @@ _SAMPLES = 5  # rounds whose times are remembered, for each width
 _LEAST_SAMPLES = 3  # before a median is believed, and rounds of a trial: most of what is remembered
 _WEIGHT = 0.02  # of the newest round in a running mean, once there have been many
 _MARGIN = 1.01  # by which another width must be ahead: switching is not free
+# a width of nearly the best speed is tried for longer: what it brings varies more than its times,
+# and trying it costs next to nothing
+_NEARLY, _LONG_TRIAL = 0.95, 24
 FIRST_TRIAL, LAST_TRIAL = 32, 1024  # rounds between trials of other widths
 SHORTEST, GROWTH = 2048, 4  # positions of the shortest contexts' bucket, and from one to the next
 
@@ -56,8 +59,8 @@ class _Load:
         known = self.times_ns.get(width, ())
         return statistics.median(known) if len(known) >= _LEAST_SAMPLES else None
 
-    def try_out(self, width: int) -> int:
-        self.trying, self.left, self.since = width, _LEAST_SAMPLES, 0
+    def try_out(self, width: int, rounds: int = _LEAST_SAMPLES) -> int:
+        self.trying, self.left, self.since = width, rounds, 0
         return width
 
 
@@ -90,7 +93,9 @@ class TreePolicy:
         load.turn = (load.turn + 1) % len(self._options)
         if self._options[load.turn] == load.choice:
             load.turn = (load.turn + 1) % len(self._options)
-        return load.try_out(self._options[load.turn])
+        other = self._options[load.turn]
+        is_near = self._speed(load, other) > _NEARLY * self._speed(load, load.choice)
+        return load.try_out(other, _LONG_TRIAL if is_near else _LEAST_SAMPLES)
 
     def round_ended(self, row_count: int, frontier: int, columns: int, elapsed_ns: int) -> None:
         """See `verifier.trees.Trees`."""
@@ -127,13 +132,13 @@ class TreePolicy:
         further = 0.0 if width == CHAIN else self._further[width].value
         return 1.0 + self._chain.value + further
 
-    def _choose(self, load: _Load) -> None:
-        def speed(width: int) -> float:
-            median = load.median(width)
-            return self.tokens(width) / median if median else 0.0
+    def _speed(self, load: _Load, width: int) -> float:
+        median = load.median(width)
+        return self.tokens(width) / median if median else 0.0
 
-        best = max(self._options, key=speed)
-        if speed(best) > speed(load.choice) * _MARGIN:
+    def _choose(self, load: _Load) -> None:
+        best = max(self._options, key=lambda width: self._speed(load, width))
+        if self._speed(load, best) > self._speed(load, load.choice) * _MARGIN:
             load.choice = best
 
     def _load(self, row_count: int, frontier: int) -> _Load:

@@ -120,3 +120,36 @@ def test_rounds_without_a_tree_that_was_asked_for_are_chains():
     for _ in range(20):
         assert policy.columns(1, 10) == 24
         policy.round_ended(1, 10, 0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "frontier", "times", "paying"),
+    [
+        (1, 1024, {0: 17.17, 12: 17.33, 16: 17.54}, {12, 16}),
+        (4, 1024, {0: 19.03, 12: 20.49, 16: 21.59}, {0, 12, 16}),
+        (8, 1024, {0: 21.16, 12: 26.13, 16: 27.83}, {0}),
+        (1, 32768, {0: 17.90, 12: 19.05, 16: 19.41}, {12, 16}),
+        (4, 32768, {0: 22.71, 12: 26.85, 16: 27.86}, {0}),
+    ],
+)
+def test_on_a_device_s_times_trees_are_taken_where_they_pay(rows, frontier, times, paying):
+    """Milliseconds of an H200, and branches as long as the bundled pair's (docs/performance.md)."""
+    brought = {0: 3.96, 12: 4.36, 16: 4.52}
+    policy, chosen, taken = TreePolicy((12, 16)), random.Random(1), dict.fromkeys(times, 0)
+    tokens, elapsed = 0, 0.0
+    for _ in range(2000):
+        columns = policy.columns(rows, frontier)
+        taken[columns] += 1
+        for _ in range(rows):
+            along = list(range(1, 1 + chosen.choices((2, 3, 4), (27, 50, 23))[0]))
+            off = chosen.random()
+            side = 9 if off < 0.40 else 13 if off < 0.56 else 99
+            accepted = [*along, side] if side < columns else along
+            tokens += 1 + len(accepted)
+            policy.committed(columns, accepted)
+        spent = times[columns] * chosen.uniform(0.99, 1.01)
+        elapsed += spent
+        policy.round_ended(rows, frontier, columns, int(1e6 * spent))
+    fixed = max(rows * brought[width] / times[width] for width in times)
+    assert tokens / elapsed > 0.98 * fixed
+    assert sum(taken[width] for width in paying) > 0.9 * 2000
