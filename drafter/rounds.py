@@ -356,6 +356,8 @@ class DraftRounds:
         most, limits = self._config.draft_tokens, self._trees
         if wanted.live != most:
             raise invalid("live", f"{most} with a tree", wanted.live)
+        if not limits.nodes:
+            raise invalid("tree_nodes", "0 without trees in Hello", wanted.tree_nodes)
         if not most + 2 <= wanted.tree_nodes <= limits.nodes:
             raise invalid("tree_nodes", f"0 or {most + 2}..{limits.nodes}", wanted.tree_nodes)
         if not LEAST_PATHS <= wanted.tree_paths <= limits.paths:

@@ -8,7 +8,8 @@ Shapes:
     Returns finite [B] bool.
 
 Domain:
-    1 to 4 parts; 0 <= counts <= N. A row whose counts are all 0 is finite.
+    1 to 4 parts; values of 32 bits at most; 0 <= counts <= N. A row whose counts are all 0 is
+    finite.
 
 Numerics:
     Exact.

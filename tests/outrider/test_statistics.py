@@ -94,6 +94,11 @@ def test_what_rounding_moves_across_an_edge_was_undecided(law):
     assert undecided <= 100 * VOCAB / 5
 
 
+@pytest.mark.parametrize("law", [Law(min_p=1e-4), Law(top_k=2), Law(top_p=0.99999)])
+def test_far_from_an_edge_everything_is_decided(law):
+    assert not law.undecided(torch.tensor([10.0, 5.0, -20.0, -30.0]), [], [], 0.125).any()
+
+
 def drawn(p: torch.Tensor, count: int, seed: int) -> Counter[int]:
     generator = torch.Generator().manual_seed(seed)
     return Counter(torch.multinomial(p, count, replacement=True, generator=generator).tolist())

@@ -410,6 +410,8 @@ class Samples:
             return Outcome(check, self.name, _WANTED, "too few samples begin alike", None)
         strays = 0 if reference.exact else int(BFLOAT16_STRAYS * fit.observations)
         impossible = fit.impossible if fit.impossible > strays else 0
+        if fit.freedom == 0 and not impossible and not reference.exact:
+            return Outcome(check, self.name, _WANTED, "too little is decided in bfloat16", None)
         return self._verdict(check, fit, fit.p_value, impossible)
 
     def _verdict(

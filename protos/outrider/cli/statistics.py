@@ -63,9 +63,11 @@ class Law:
         if stays.all():
             return torch.zeros_like(stays)
         z = self._penalised(logits, prompt, output)
+        # of a penalised logit the error is as much larger
+        tie *= max(self.repetition_penalty, 1 / self.repetition_penalty)
         ranked, order = z.sort(descending=True, stable=True)
-        # those of about the rank where the filters end
-        near = (ranked - z[stays].min()).abs() <= tie
+        # those that may change ranks over the end of the filters
+        near = (ranked >= z[stays].min() - tie) & (ranked <= z[~stays].max() + tie)
         if self.min_p > 0:
             edge = ranked[0] + self.temperature * math.log(self.min_p)
             near |= (ranked - edge).abs() <= tie

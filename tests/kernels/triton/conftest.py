@@ -24,11 +24,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider import serving
+
 COMPILED = {"test_compile.py", "test_compile_draft.py", "test_compile_prefill.py"}
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUN = pytest.StashKey["Interpretation"]()
+
+if INTERPRETED:
+    serving.follow_supervisor()  # the suite's own process, which may be killed
 MINUTES_ALLOWED = 15
 
 
@@ -105,7 +110,9 @@ class Interpretation:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *map(str, modules)],
             cwd=ROOT,
-            env=os.environ | {"TRITON_INTERPRET": "1", "OUTRIDER_KERNELS": "triton"},
+            env=os.environ
+            | {"TRITON_INTERPRET": "1", "OUTRIDER_KERNELS": "triton"}
+            | {serving.SUPERVISOR_PID: str(os.getpid())},
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
@@ -114,7 +121,10 @@ class Interpretation:
     def outcomes(self):
         """Its `testcase` elements, and what it printed; waits for its end."""
         if self._outcomes is None:
-            self._process.wait(60 * MINUTES_ALLOWED)
+            try:
+                self._process.wait(60 * MINUTES_ALLOWED)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
             self._output.seek(0)
             cases = []
             if self._report.exists():
