@@ -288,6 +288,8 @@ def command(*arguments, **kwargs):
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         cwd=FAKES,
+        # a suite that a shell began in the background would have it ignore interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **kwargs,
     )
 
