@@ -434,11 +434,8 @@ def _up_to(most: int, extents: Sequence[int]) -> list[int]:
     return [*(extent for extent in extents if extent < most), most]
 
 
-def _parts(features: Sequence[RowBytes], most: int) -> Iterator[Sequence[RowBytes]]:
+def _parts(features: Sequence[RowBytes], most: int) -> Iterator[list[RowBytes]]:
     """All rows in order, in lists of at most ``most``."""
-    if sum(map(len, features)) <= most:
-        yield features
-        return
     part: list[RowBytes] = []
     room = most
     for rows in features:

@@ -182,40 +182,8 @@ class OutputSession:
         """
         if self._finished:
             raise ValueError("licensed: expected none after the end of the sample")
-        shown: _Shown | None = None
-        if self._stops:
-            count, reason, matched, shown = self._choose_by_text(licensed)
-        else:
-            count, reason, matched = self._choose_by_ids(licensed)
-        return Preview(
-            licensed=len(licensed),
-            token_ids=tuple(licensed[:count]),
-            reason=reason,
-            matched=matched,
-            first_index=self._output_count,
-            shown=shown,
-        )
-
-    def _choose_by_ids(
-        self, licensed: Sequence[int]
-    ) -> tuple[int, FinishReason | None, int | str | None]:
-        """N, and what ends the sample there, where no stop string can."""
-        count, left = len(licensed), self.budget
-        if count < left and self._stop_token_ids.isdisjoint(licensed):
-            return count, None, None
-        for offset, token_id in enumerate(licensed):
-            may_stop = self._output_count + offset >= self._min_tokens
-            if may_stop and token_id in self._stop_token_ids:
-                return offset + 1, FinishReason.STOP, token_id
-            if offset + 1 >= left:
-                return offset + 1, FinishReason.LENGTH, None
-        return count, None, None
-
-    def _choose_by_text(
-        self, licensed: Sequence[int]
-    ) -> tuple[int, FinishReason | None, int | str | None, _Shown]:
-        """The same, and what was decoded on the way, where a stop string may end the sample."""
-        scan = _Scan(self._shown, len(self._held), self._stops)
+        # only a stop string can make the choice depend on text
+        scan = _Scan(self._shown, len(self._held), self._stops) if self._stops else None
         index = self._output_count
         count = len(licensed)
         reason: FinishReason | None = None
@@ -224,17 +192,24 @@ class OutputSession:
             may_stop = index >= self._min_tokens
             index += 1
             if may_stop and token_id in self._stop_token_ids:
-                scan.end()
                 reason, matched = FinishReason.STOP, token_id
-            elif stop := scan.add(self._text.shown_bytes(token_id), may_stop):
+            elif scan and (stop := scan.add(self._text.shown_bytes(token_id), may_stop)):
                 reason, matched = FinishReason.STOP, stop
             elif index >= self._max_tokens:
-                scan.end()
                 reason = FinishReason.LENGTH
             if reason is not None:
                 count = offset + 1
                 break
-        return count, reason, matched, scan.shown(len(self._held) + count)
+        if scan and reason is not None:
+            scan.end()
+        return Preview(
+            licensed=len(licensed),
+            token_ids=tuple(licensed[:count]),
+            reason=reason,
+            matched=matched,
+            first_index=self._output_count,
+            shown=scan.shown(len(self._held) + count) if scan else None,
+        )
 
     def _decode(self, preview: Preview) -> _Shown:
         """The text after what a preview kept, none of which a stop string ended."""
